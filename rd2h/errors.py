@@ -1,6 +1,7 @@
 """Exception hierarchy of rd2h.
 
-Every error raised on purpose by this package derives from `Rd2hError`. A message names what was expected, what came, and where.
+Every error raised on purpose by this package derives from `Rd2hError`. A message names what was expected, what came,
+and where.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ConfigError(Rd2hError):
 
     @classmethod
     def bad_value(cls, key: str, value: object, allowed: Iterable[object] | str) -> ConfigError:
-        """An error that names the key, the value that came, and the allowed values (a list or a phrase such as "1..65535")."""
+        """An error that names the key, the value that came, and what is allowed (values or a phrase: "1..65535")."""
         text = allowed if isinstance(allowed, str) else "one of " + ", ".join(repr(item) for item in allowed)
         return cls(f"{key}={value!r} is not allowed; expected {text}", key=key)
 
