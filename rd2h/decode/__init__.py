@@ -1,0 +1,1 @@
+"""Decode side: destinations, the puller, and the connector's two halves."""

@@ -1,0 +1,1 @@
+"""Prefill side: the publisher and the connector's two halves."""
