@@ -62,7 +62,8 @@ def explain_errno(code: int, session: HostSession, where: str) -> ReadResult:
         text = (
             f"host read: the kernel forbids reading process {pid} ({errno.errorcode[code]}); {yama}. "
             "Both processes must run as one user with the same capabilities, the source must be dumpable, "
-            "ptrace_scope must be 0 or 1 (or this process have CAP_SYS_PTRACE), and no seccomp or security module may block process_vm_readv"
+            "ptrace_scope must be 0 or 1 (or this process have CAP_SYS_PTRACE), "
+            "and no seccomp or security module may block process_vm_readv"
         )
     elif code == errno.EFAULT:
         text = f"host read: {where} is not mapped in the source process {pid} (EFAULT)"
