@@ -200,18 +200,20 @@ class WatchEnginesRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[EngineRole, str]] = ..., after_revision: _Optional[int] = ..., service_id: _Optional[str] = ...) -> None: ...
 
 class WatchEnginesResponse(_message.Message):
-    __slots__ = ("events", "revision", "snapshot", "service_id", "grace_remaining_ms")
+    __slots__ = ("events", "revision", "snapshot", "service_id", "grace_remaining_ms", "snapshot_continues")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
     GRACE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_CONTINUES_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[EngineEvent]
     revision: int
     snapshot: bool
     service_id: str
     grace_remaining_ms: int
-    def __init__(self, events: _Optional[_Iterable[_Union[EngineEvent, _Mapping]]] = ..., revision: _Optional[int] = ..., snapshot: bool = ..., service_id: _Optional[str] = ..., grace_remaining_ms: _Optional[int] = ...) -> None: ...
+    snapshot_continues: bool
+    def __init__(self, events: _Optional[_Iterable[_Union[EngineEvent, _Mapping]]] = ..., revision: _Optional[int] = ..., snapshot: bool = ..., service_id: _Optional[str] = ..., grace_remaining_ms: _Optional[int] = ..., snapshot_continues: bool = ...) -> None: ...
 
 class EngineEvent(_message.Message):
     __slots__ = ("kind", "engine", "reason", "revision")

@@ -79,9 +79,10 @@ class EngineRegistryServicer(object):
 
     def Register(self, request, context):
         """Registers an engine, or renews and updates its registration. The same (engine_id, generation) may register
-        any number of times; a greater or different generation replaces the old one (latest wins) and watchers see
-        REMOVED(REPLACED) for the old and ADDED for the new, in that order.
+        any number of times; another generation replaces the old one (latest wins) and watchers see REMOVED(REPLACED)
+        for the old and ADDED for the new, in that order.
         INVALID_ARGUMENT: a field is malformed (the message names field, value and what is allowed).
+        FAILED_PRECONDITION: this generation was replaced by another one, so its process must not come back.
         RESOURCE_EXHAUSTED: the registry is full; the trailing metadata "retry-after-ms" (and
         "grpc-retry-pushback-ms") says when to retry.
         """

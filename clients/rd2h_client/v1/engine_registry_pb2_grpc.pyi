@@ -39,9 +39,10 @@ class EngineRegistryStub:
     def __new__(cls, channel: _aio.Channel) -> EngineRegistryAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_engine_registry_pb2.RegisterRequest, _engine_registry_pb2.RegisterResponse]
     """Registers an engine, or renews and updates its registration. The same (engine_id, generation) may register
-    any number of times; a greater or different generation replaces the old one (latest wins) and watchers see
-    REMOVED(REPLACED) for the old and ADDED for the new, in that order.
+    any number of times; another generation replaces the old one (latest wins) and watchers see REMOVED(REPLACED)
+    for the old and ADDED for the new, in that order.
     INVALID_ARGUMENT: a field is malformed (the message names field, value and what is allowed).
+    FAILED_PRECONDITION: this generation was replaced by another one, so its process must not come back.
     RESOURCE_EXHAUSTED: the registry is full; the trailing metadata "retry-after-ms" (and
     "grpc-retry-pushback-ms") says when to retry.
     """
@@ -75,9 +76,10 @@ class EngineRegistryAsyncStub(EngineRegistryStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_engine_registry_pb2.RegisterRequest, _engine_registry_pb2.RegisterResponse]  # type: ignore[assignment]
     """Registers an engine, or renews and updates its registration. The same (engine_id, generation) may register
-    any number of times; a greater or different generation replaces the old one (latest wins) and watchers see
-    REMOVED(REPLACED) for the old and ADDED for the new, in that order.
+    any number of times; another generation replaces the old one (latest wins) and watchers see REMOVED(REPLACED)
+    for the old and ADDED for the new, in that order.
     INVALID_ARGUMENT: a field is malformed (the message names field, value and what is allowed).
+    FAILED_PRECONDITION: this generation was replaced by another one, so its process must not come back.
     RESOURCE_EXHAUSTED: the registry is full; the trailing metadata "retry-after-ms" (and
     "grpc-retry-pushback-ms") says when to retry.
     """
@@ -114,9 +116,10 @@ class EngineRegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_registry_pb2.RegisterResponse, _abc.Awaitable[_engine_registry_pb2.RegisterResponse]]:
         """Registers an engine, or renews and updates its registration. The same (engine_id, generation) may register
-        any number of times; a greater or different generation replaces the old one (latest wins) and watchers see
-        REMOVED(REPLACED) for the old and ADDED for the new, in that order.
+        any number of times; another generation replaces the old one (latest wins) and watchers see REMOVED(REPLACED)
+        for the old and ADDED for the new, in that order.
         INVALID_ARGUMENT: a field is malformed (the message names field, value and what is allowed).
+        FAILED_PRECONDITION: this generation was replaced by another one, so its process must not come back.
         RESOURCE_EXHAUSTED: the registry is full; the trailing metadata "retry-after-ms" (and
         "grpc-retry-pushback-ms") says when to retry.
         """

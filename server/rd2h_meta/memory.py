@@ -1,0 +1,99 @@
+"""Ended rendezvous, remembered for a while so that whoever comes late learns how they ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Outcome, RendezvousClosed, RendezvousEvent
+
+from rd2h_meta.limits import RendezvousLimits
+from rd2h_meta.rendezvous_record import ChildEnd
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRendezvous:
+    """How a rendezvous and its children ended."""
+
+    outcome: Outcome
+    reason: str
+    children: dict[str, ChildEnd]
+    forget_at_s: float
+
+    def end_of(self, request_id: str) -> tuple[Outcome, str]:
+        """Return outcome and reason for a child; one that was not known ended with the rendezvous."""
+        end = self.children.get(request_id)
+        return (end.outcome, end.reason) if end else (self.outcome, self.reason)
+
+    def closed_event(self, rendezvous_id: str) -> RendezvousEvent:
+        """Return the event that says that it is over."""
+        return RendezvousEvent(
+            rendezvous_id=rendezvous_id, closed=RendezvousClosed(outcome=self.outcome, reason=self.reason)
+        )
+
+    def replay(self, rendezvous_id: str) -> Iterator[RendezvousEvent]:
+        """Yield what a waiter who comes now has missed."""
+        for request_id, end in self.children.items():
+            yield end.event(rendezvous_id, request_id)
+        yield self.closed_event(rendezvous_id)
+
+
+class _Shelf:
+    """Ended rendezvous in the order they ended, bounded in number and in children."""
+
+    def __init__(self, max_entries: int, max_children: int) -> None:
+        self._max_entries = max_entries
+        self._max_children = max_children
+        self._entries: OrderedDict[str, EndedRendezvous] = OrderedDict()
+        self._children = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, rendezvous_id: str) -> EndedRendezvous | None:
+        return self._entries.get(rendezvous_id)
+
+    def add(self, rendezvous_id: str, entry: EndedRendezvous) -> None:
+        self._entries[rendezvous_id] = entry
+        self._children += len(entry.children)
+        while len(self._entries) > self._max_entries or self._children > self._max_children:
+            self._forget_oldest()
+
+    def forget_due(self, now_s: float) -> None:
+        while self._entries and next(iter(self._entries.values())).forget_at_s <= now_s:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, entry = self._entries.popitem(last=False)
+        self._children -= len(entry.children)
+
+
+class RendezvousMemory:
+    """The ended rendezvous. Successes have a shelf of their own, so that a high rate of them cannot push out the
+    failures that late joiners ask for."""
+
+    def __init__(self, limits: RendezvousLimits) -> None:
+        self._memory_s = limits.memory_s
+        self._done = _Shelf(limits.max_remembered, limits.max_remembered_children)
+        self._other = _Shelf(limits.max_remembered, limits.max_remembered_children)
+
+    def __len__(self) -> int:
+        return len(self._done) + len(self._other)
+
+    def get(self, rendezvous_id: str) -> EndedRendezvous | None:
+        """Return how a rendezvous ended, or None when it has not or that is forgotten."""
+        return self._done.get(rendezvous_id) or self._other.get(rendezvous_id)
+
+    def add(
+        self, rendezvous_id: str, outcome: Outcome, reason: str, children: dict[str, ChildEnd], now_s: float
+    ) -> EndedRendezvous:
+        """Remember an ended rendezvous that is not yet remembered."""
+        entry = EndedRendezvous(outcome, reason, children, now_s + self._memory_s)
+        (self._done if outcome == OUTCOME_DONE else self._other).add(rendezvous_id, entry)
+        return entry
+
+    def forget_due(self, now_s: float) -> None:
+        """Forget what was remembered long enough."""
+        self._done.forget_due(now_s)
+        self._other.forget_due(now_s)

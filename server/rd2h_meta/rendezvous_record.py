@@ -1,0 +1,170 @@
+"""One open rendezvous and its children."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rd2h_client.v1.rendezvous_pb2 import (
+    OUTCOME_ABORTED,
+    OUTCOME_DONE,
+    OUTCOME_EXPIRED,
+    OUTCOME_FAILED,
+    Child,
+    ChildEnded,
+    Outcome,
+    RendezvousComplete,
+    RendezvousEvent,
+)
+
+from rd2h_meta.errors import LimitError, PreconditionError
+
+_SEVERITY = (OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_EXPIRED, OUTCOME_FAILED)
+"""Outcomes from the mildest to the worst: a rendezvous ends like its worst child."""
+
+
+def outcome_name(outcome: Outcome) -> str:
+    """Return "done", "aborted", "failed" or "expired"."""
+    return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnd:
+    """How a child ended."""
+
+    outcome: Outcome
+    reason: str
+    prompt_index: int
+    choice_index: int
+
+    def event(self, rendezvous_id: str, request_id: str) -> RendezvousEvent:
+        """Return the event that tells of it."""
+        ended = ChildEnded(
+            request_id=request_id,
+            outcome=self.outcome,
+            reason=self.reason,
+            prompt_index=self.prompt_index,
+            choice_index=self.choice_index,
+        )
+        return RendezvousEvent(rendezvous_id=rendezvous_id, child_ended=ended)
+
+
+@dataclass(slots=True)
+class LiveChild:
+    """A child that advertised and has not ended.
+
+    A child is unknown, then live, then ended; or it ends (withdrawn, reported as failed) before it advertised. The
+    dictionary of RendezvousRecord that holds it is its state.
+    """
+
+    child: Child
+    deadline_s: float
+    advertiser: int
+    """Subscriber that advertised it last; 0 when its stream is gone."""
+
+
+class RendezvousState(enum.Enum):
+    """Life of a rendezvous in the table: GATHERING -> COMPLETE, then it leaves the table."""
+
+    GATHERING = enum.auto()
+    """Children are missing, or nobody has said how many there are."""
+    COMPLETE = enum.auto()
+    """All expected children have advertised or ended."""
+
+
+@dataclass(slots=True)
+class RendezvousRecord:
+    """An open rendezvous. `deadline_s` is when it expires; children have deadlines of their own."""
+
+    deadline_s: float
+    expected_children: int = 0
+    """0 until somebody awaits."""
+    state: RendezvousState = RendezvousState.GATHERING
+    live: dict[str, LiveChild] = field(default_factory=dict)
+    ended: dict[str, ChildEnd] = field(default_factory=dict)
+    waiters: set[int] = field(default_factory=set)
+    scheduled_s: float = float("inf")
+    """Deadline under which the table has queued this record; never later than the earliest one of it."""
+
+    @property
+    def known_children(self) -> int:
+        """Children that have advertised or ended."""
+        return len(self.live) + len(self.ended)
+
+    def check_room(self, rendezvous_id: str, max_children: int) -> None:
+        """Check that one more child may come.
+
+        Raises:
+            PreconditionError: the awaiter expects no more.
+            LimitError: a rendezvous holds no more.
+        """
+        if self.expected_children and self.known_children >= self.expected_children:
+            raise PreconditionError(
+                f"rendezvous {rendezvous_id!r}: all {self.expected_children} expected children are known already"
+            )
+        if self.known_children >= max_children:
+            raise LimitError(f"rendezvous {rendezvous_id!r} has {max_children} children, the most allowed", 1.0)
+
+    def expect(self, rendezvous_id: str, expected_children: int, deadline_s: float) -> None:
+        """Take over what an awaiter says; the same again only extends the life.
+
+        Raises:
+            PreconditionError: another number was said before, or more children are known.
+        """
+        if self.expected_children not in (0, expected_children):
+            raise PreconditionError(
+                f"expected_children: got {expected_children}, but {rendezvous_id!r} is awaited already with "
+                f"{self.expected_children}"
+            )
+        if self.known_children > expected_children:
+            raise PreconditionError(
+                f"expected_children: got {expected_children}, but {self.known_children} children of "
+                f"{rendezvous_id!r} are known already"
+            )
+        self.deadline_s = max(self.deadline_s, deadline_s) if self.expected_children else deadline_s
+        self.expected_children = expected_children
+
+    def end_child(self, request_id: str, end: ChildEnd) -> LiveChild | None:
+        """Note the end of a child; return it when it was live."""
+        self.ended[request_id] = end
+        return self.live.pop(request_id, None)
+
+    def note_complete(self) -> bool:
+        """Move to COMPLETE when all expected children are known; return True when that happened now."""
+        if self.state is RendezvousState.COMPLETE or self.known_children != self.expected_children:
+            return False
+        self.state = RendezvousState.COMPLETE
+        return True
+
+    def final_end(self) -> tuple[Outcome, str] | None:
+        """Return outcome and reason when every expected child has ended, else None."""
+        if self.live or len(self.ended) != self.expected_children:
+            return None
+        worst = max(self.ended.values(), key=lambda end: _SEVERITY.index(end.outcome))
+        return worst.outcome, worst.reason
+
+    def replay(self, rendezvous_id: str) -> Iterator[RendezvousEvent]:
+        """Yield what a waiter who comes now has missed."""
+        for request_id, end in self.ended.items():
+            yield end.event(rendezvous_id, request_id)
+        for live in self.live.values():
+            yield RendezvousEvent(rendezvous_id=rendezvous_id, advertised=live.child)
+        if self.state is RendezvousState.COMPLETE:
+            yield self.complete_event(rendezvous_id)
+
+    def complete_event(self, rendezvous_id: str) -> RendezvousEvent:
+        """Return the event that says that all expected children are known."""
+        complete = RendezvousComplete(live_children=len(self.live))
+        return RendezvousEvent(rendezvous_id=rendezvous_id, complete=complete)
+
+    def next_deadline_s(self) -> float:
+        """Return when this record must be looked at next."""
+        return min(self.deadline_s, min((live.deadline_s for live in self.live.values()), default=self.deadline_s))
+
+    def shift_deadlines(self, delta_s: float) -> None:
+        """Move all deadlines by `delta_s`."""
+        self.deadline_s += delta_s
+        self.scheduled_s += delta_s
+        for live in self.live.values():
+            live.deadline_s += delta_s
