@@ -172,10 +172,8 @@ class VectorReader:
                 where += f" (peer address {int(peer[row]):#x}, {int(lengths[row])} bytes)"
             else:
                 where = "the proof behind the data"
-            if not moved and done >= 0:
+            if not moved and done >= 0 and row < size:
                 # The proof in front was read, so the kernel hid why the rest was not.
-                if row == size:
-                    return _lost(source, "its proof page is gone")
                 refused = self._try_byte(source.pid, int(peer[row]) + offset)
                 if refused < 0 and -refused not in (errno.EINTR, errno.EAGAIN):
                     return explain_errno(-refused, source, where)
