@@ -136,6 +136,10 @@ class ChildTable:
         """A child that is not final."""
         return self._children.get(token)
 
+    def token_of_request(self, request_id: str) -> bytes | None:
+        """Token of a request that is not final."""
+        return self._tokens.get(request_id)
+
     def token_of_external(self, external_id: str) -> bytes | None:
         """Token of the child that a legacy Prefill names by ``external_id``."""
         return self._external.get(external_id)

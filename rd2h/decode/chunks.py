@@ -78,6 +78,8 @@ class Chunk:
     started: bool = False
     """Set once a layer was handled."""
     plan: ChunkPlan | None = None
+    tokens: frozenset[bytes] = frozenset()
+    """Tokens of ``pieces``."""
     _epoch: int = -1
     _recorded: bool = False
 
@@ -110,6 +112,7 @@ class Chunk:
         if self.plan is None or len(kept) != len(self.pieces) or not self.started:
             self.plan = self._make_plan(kept)
         self.pieces, self.refused, self.unknown = kept, tuple(refused), tuple(unknown)
+        self.tokens = frozenset(piece.token for piece in kept)
         self._epoch = table.epoch
 
     def layer_read(self, layer_idx: int) -> list[tuple[bytes, str]]:

@@ -1,0 +1,437 @@
+"""All state that Decode's receiving and reading threads share, under one lock that is never held while waiting.
+
+Every decision about a message is taken here: who may be read from, what is refused, what waits, what an end of a read
+means. The puller around it only moves bytes between sockets, engine and this book.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rd2h.children import ChildSpec, ChildTable, Finished, Outcome
+from rd2h.decode.chunks import Chunk, Shares
+from rd2h.decode.connection import MAX_JOBS, Connection, Job
+from rd2h.decode.destination import Destination
+from rd2h.decode.options import PullerOptions
+from rd2h.decode.router import Received
+from rd2h.engines import ReadResult
+from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
+from rd2h.layout import LayerLayout, decode_layer_map
+from rd2h.lease import ReadLease
+from rd2h.plan import Descriptors
+from rd2h.stats import TransferStats
+from rd2h.topology import TpMapping
+from rd2h.wire import (
+    LEGACY_ACK,
+    MfMeta,
+    PeerInfo,
+    Pong,
+    PrefillFailed,
+    ReadRequest,
+    ReadyHead,
+    decode_from_prefill,
+    encode_mf_ack,
+    encode_read_done,
+    encode_read_failed,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to do next for a connection: open a session, or send ``payload`` (nothing when empty)."""
+
+    payload: bytes = b""
+    open_session: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTask:
+    """One batched read that may start now; ``finish_read`` must follow."""
+
+    head: ReadyHead
+    chunk: Chunk
+    layer_idx: int
+    session: str
+    descriptors: Descriptors
+    read_id: int
+
+    @property
+    def nothing_to_read(self) -> bool:
+        """No block falls to this rank, or every request was refused; the layer is acknowledged all the same."""
+        return len(self.descriptors.lengths) == 0
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """Decode's request ids that the read concerns."""
+        return [piece.child.spec.request_id for piece in self.chunk.pieces]
+
+
+class PullBook:
+    """See the module."""
+
+    def __init__(self, options: PullerOptions, destination: Destination, stats: TransferStats) -> None:
+        self._options, self._destination, self._stats = options, destination, stats
+        self._index_of = destination.layout.index_of()
+        self._lock = threading.Lock()
+        self._table = ChildTable(options.idle_timeout_s)
+        self._parked: dict[bytes, float] = {}
+        self._trusted: frozenset[int] = frozenset()
+        self._closed = False
+        self.connections: dict[bytes, Connection] = {}
+
+    # --- from the connector ---
+
+    def add(self, specs: Sequence[ChildSpec], now_s: float) -> list[Connection]:
+        """Register destinations; returns connections whose parked message may go ahead."""
+        with self._lock:
+            for spec in specs:
+                self._table.add(spec, now_s)
+            return self._unpark(list(self._parked))
+
+    def trust(self, generations: frozenset[int], now_s: float) -> list[Connection]:
+        """Prefill generations that may be read from; requests of a generation that has gone fail."""
+        with self._lock:
+            gone, self._trusted = self._trusted - generations, generations
+            for connection in self.connections.values():
+                if connection.peer is not None and connection.peer.generation in gone:
+                    self._fail_source(connection, "its Prefill generation is no longer registered", now_s)
+            return self._unpark(list(self._parked))
+
+    def abort(self, request_ids: Sequence[str], now_s: float) -> list[tuple[Connection, int, bytes]]:
+        """Fence requests; returns (connection, Prefill generation, token) to notify."""
+        notify = []
+        with self._lock:
+            for request_id in request_ids:
+                token = self._table.token_of_request(request_id)
+                if token is None:
+                    continue
+                sources = self._sources(token)
+                self._table.abort(request_id, now_s)
+                notify += [(connection, generation, token) for connection, generation in sources]
+        return notify
+
+    def fail(self, token: bytes, reason: str, now_s: float) -> list[tuple[Connection, int]]:
+        """End a child; returns (connection, Prefill generation) to notify."""
+        with self._lock:
+            sources = self._sources(token)
+            self._table.fail(token, reason, now_s)
+            return sources
+
+    def take_finished(self, now_s: float) -> list[Finished]:
+        """Children that became final."""
+        with self._lock:
+            self._table.expire(now_s)
+            finished = self._table.take_finished()
+        for outcome, name in (
+            (Outcome.DONE, "children_done"),
+            (Outcome.FAILED, "children_failed"),
+            (Outcome.ABORTED, "children_aborted"),
+        ):
+            if count := sum(1 for child in finished if child.outcome is outcome):
+                self._stats.add(**{name: count})
+        return finished
+
+    def counts(self) -> tuple[int, int, int]:
+        """(children, parked connections, reads in flight)."""
+        with self._lock:
+            return len(self._table), len(self._parked), self._table.reads_in_flight
+
+    def close(self) -> None:
+        """No new read starts."""
+        with self._lock:
+            self._closed = True
+
+    # --- from the receiving thread ---
+
+    def accept(self, received: Received, now_s: float, now_ns: int) -> tuple[Connection | None, Answer | None]:
+        """Take in one frame; returns a connection to serve and an answer to send, each if there is one."""
+        connection = self.connections.get(received.identity)
+        try:
+            message = decode_from_prefill(received.payload)
+        except WireError as error:
+            self._malformed(connection, received, error)
+            return None, None
+        with self._lock:
+            if isinstance(message, MfMeta):
+                connection = connection or self._admit(received)
+                return (None, None) if connection is None else self._enqueue(connection, message, now_s)
+            if connection is None:
+                if not isinstance(message, ReadyHead):
+                    return None, None
+                self._stats.add(messages_refused=1)
+                text = "no metadata was sent on this connection"
+                return None, Answer(encode_read_failed(message.layer_idx, text, message.seq))
+            connection.heard_s, connection.silent = now_s, False
+            if isinstance(message, ReadyHead):
+                return self._enqueue(connection, message, now_s)
+            if isinstance(message, Pong):
+                if connection.peer is not None and message.generation == connection.peer.generation:
+                    connection.lease.echoed(message.clock_ns, now_ns)
+            elif isinstance(message, PrefillFailed) and message.generation == self._options.generation:
+                for failure in message.failures:
+                    self._table.fail(failure.token, f"Prefill failed: {failure.reason}", now_s)
+        return None, None
+
+    def next_deadline_s(self) -> float | None:
+        """When the first parked message has waited long enough."""
+        with self._lock:
+            return min(self._parked.values(), default=None)
+
+    def unpark_due(self, now_s: float) -> list[Connection]:
+        """Connections whose parked message has waited long enough."""
+        with self._lock:
+            return self._unpark([identity for identity, due in self._parked.items() if now_s >= due])
+
+    def to_ping(self, now_s: float) -> list[bytes]:
+        """Identities to send a heartbeat to; children of a Prefill that has gone silent fail here."""
+        with self._lock:
+            extended = [c for c in self.connections.values() if c.peer is not None]
+            for connection in extended:
+                if not connection.silent and now_s - connection.heard_s > self._options.peer_timeout_s:
+                    connection.silent = True
+                    self._fail_source(connection, "nothing was heard from Prefill", now_s)
+            return [connection.identity for connection in extended]
+
+    def drop(self, identity: bytes, reason: str, now_s: float) -> None:
+        """The peer is gone."""
+        with self._lock:
+            connection = self.connections.get(identity)
+            if connection is not None:
+                self._forget(connection, reason, now_s)
+
+    # --- from the reading threads ---
+
+    def next_step(self, connection: Connection, now_s: float) -> ReadTask | Answer | None:
+        """The next thing to do for a connection; None when it has nothing to do now (and is no longer busy)."""
+        with self._lock:
+            if self._closed or not connection.jobs:
+                connection.busy = False
+                return None
+            job = connection.jobs[0]
+            if isinstance(job.message, MfMeta):
+                connection.jobs.popleft()
+                return self._metadata(connection, job.message)
+            head = job.message
+            try:
+                step = self._ready(connection, head, now_s >= job.arrived_s + self._options.park_timeout_s, now_s)
+            except (WireError, LayoutError, RequestError) as error:
+                connection.jobs.popleft()
+                return self._refuse(connection, head, str(error), now_s)
+            if step is None:
+                connection.busy, connection.parked = False, True
+                self._parked[connection.identity] = job.arrived_s + self._options.park_timeout_s
+                self._stats.add(messages_parked=1)
+                return None
+            connection.jobs.popleft()
+            return step
+
+    def session_opened(self, connection: Connection, now_ns: int, error: str) -> Answer:
+        """Answer to metadata, now that the engine knows the session (or refuses it)."""
+        with self._lock:
+            if error:
+                connection.session = None
+                logger.warning("rd2h: cannot read from Prefill at %s: %s", connection.address, error)
+            if connection.peer is None:
+                return Answer(b"" if error else LEGACY_ACK)
+            return Answer(encode_mf_ack(self._options.generation, now_ns, error))
+
+    def finish_read(
+        self, connection: Connection, task: ReadTask, result: ReadResult, seconds: float, now_s: float, now_ns: int
+    ) -> Answer:
+        """A read has returned: may its bytes be used, what is complete, what does Prefill hear."""
+        head = task.head
+        with self._lock:
+            lease_ok = task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)
+            error = ""
+            if not result.ok:
+                error = result.message or f"read failed with code {result.code}"
+                self._fail_pieces(task.chunk, f"reading {head.layer_name!r}: {error}", now_s, self._options.hold_s)
+            elif not lease_ok:
+                error = "the read lease had run out: Prefill may have reused what was read"
+                self._fail_pieces(task.chunk, error, now_s, 0.0)
+            else:
+                task.chunk.started = True
+                for token, hole in task.chunk.layer_read(task.layer_idx):
+                    self._table.fail(token, hole, now_s)
+            self._table.end_read(task.read_id, now_s)
+            if not error:
+                self._contributors_done(connection, head, now_s)
+        if error:
+            self._stats.add(read_errors=int(not result.ok), reads_expired=int(result.ok), read_seconds=seconds)
+            return Answer(encode_read_failed(head.layer_idx, error, head.seq))
+        self._stats.add(
+            layers_read=1,
+            bytes_read=task.descriptors.nbytes,
+            read_seconds=seconds,
+            requests_refused=len(task.chunk.refused),
+        )
+        refused = [refusal for refusal in task.chunk.refused if any(refusal.token)]
+        return Answer(encode_read_done(head.layer_idx, head.seq, refused))
+
+    # --- under the lock ---
+
+    def _enqueue(
+        self, connection: Connection, message: MfMeta | ReadyHead, now_s: float
+    ) -> tuple[Connection | None, Answer | None]:
+        connection.heard_s = now_s
+        if len(connection.jobs) >= MAX_JOBS:
+            self._stats.add(messages_refused=1)
+            self._forget(connection, f"Prefill queued more than {MAX_JOBS} messages", now_s)
+            return None, None
+        connection.jobs.append(Job(message, now_s))
+        if connection.busy or connection.parked:
+            return None, None
+        connection.busy = True
+        return connection, None
+
+    def _forget(self, connection: Connection, reason: str, now_s: float) -> None:
+        del self.connections[connection.identity]
+        self._parked.pop(connection.identity, None)
+        connection.jobs.clear()
+        self._fail_source(connection, reason, now_s)
+
+    def _admit(self, received: Received) -> Connection | None:
+        if len(self.connections) >= self._options.max_connections:
+            idle = [c for c in self.connections.values() if not c.busy and not c.jobs]
+            if not idle:
+                self._stats.add(messages_refused=1)
+                return None
+            del self.connections[min(idle, key=lambda c: c.heard_s).identity]
+        connection = Connection(received.identity, received.address, ReadLease.of(self._options.peer_timeout_s))
+        self.connections[received.identity] = connection
+        return connection
+
+    def _unpark(self, identities: Sequence[bytes]) -> list[Connection]:
+        freed = []
+        for identity in identities:
+            del self._parked[identity]
+            connection = self.connections[identity]
+            connection.parked, connection.busy = False, True
+            freed.append(connection)
+        return freed
+
+    def _metadata(self, connection: Connection, meta: MfMeta) -> Answer:
+        error = ""
+        try:
+            layers = decode_layer_map(meta.encoded_layers)
+            connection.adopt(meta, layers)
+            self._check_peer(connection, meta.peer)
+        except (LayoutError, TopologyError, RequestError) as problem:
+            error = str(problem)
+        if not error:
+            return Answer(open_session=meta.session)
+        connection.session = None
+        self._stats.add(messages_refused=1)
+        logger.warning("rd2h: refused Prefill at %s: %s", connection.address, error)
+        return Answer(b"" if meta.peer is None else encode_mf_ack(self._options.generation, 0, error))
+
+    def _check_peer(self, connection: Connection, peer: PeerInfo | None) -> None:
+        if peer is None:
+            if connection.address not in self._options.legacy_hosts:
+                raise RequestError("legacy Prefills are not accepted from this host (see legacy_hosts)")
+            return
+        if peer.version < 1:
+            raise RequestError(f"wire version {peer.version} is not supported")
+        mapping = TpMapping.of(peer.tp_size, self._options.tp_size)
+        d_rank = mapping.decode_rank(peer.tp_rank)
+        if d_rank != self._destination.d_rank:
+            raise TopologyError(f"Prefill rank {peer.tp_rank} belongs to Decode rank {d_rank}")
+        if self._options.fingerprint and peer.fingerprint != self._options.fingerprint:
+            raise LayoutError("layout fingerprint differs between Prefill and Decode")
+
+    def _ready(self, connection: Connection, head: ReadyHead, last_chance: bool, now_s: float) -> ReadTask | None:
+        """A read that may start, or None to wait for what is not known yet. Raises for what is refused as a whole."""
+        if connection.session is None:
+            raise RequestError("the metadata of this connection was refused")
+        peer = connection.peer
+        if peer is None:
+            if head.ratio != 1:
+                raise RequestError(f"a legacy Prefill must have ratio 1, not {head.ratio}")
+        else:
+            if head.generation != self._options.generation or head.seq is None:
+                raise RequestError(f"meant for Decode generation {head.generation}, this is {self._options.generation}")
+            mapping = TpMapping.of(peer.tp_size, self._options.tp_size)
+            if (head.member, head.ratio) != (mapping.member(peer.tp_rank), mapping.ratio):
+                raise RequestError(f"member {head.member} of {head.ratio} does not fit Prefill rank {peer.tp_rank}")
+            if self._options.require_registered and peer.generation not in self._trusted:
+                if not last_chance:
+                    return None
+                raise RequestError(f"Prefill generation {peer.generation} is not registered with the meta service")
+        layer_idx, source = connection.layer(head, self._destination.layout, self._index_of)
+        chunk = connection.chunk(head, self._shares(head), self._destination.layout)
+        chunk.resolve(self._table, self._token_of)
+        if chunk.unknown and not chunk.started:
+            if not last_chance:
+                return None
+            for token in chunk.unknown:
+                if token is not None:
+                    self._table.refuse(token, "its destination was not known in time")
+        return self._task(connection, head, chunk, layer_idx, source)
+
+    def _task(
+        self, connection: Connection, head: ReadyHead, chunk: Chunk, layer_idx: int, source: LayerLayout
+    ) -> ReadTask:
+        plan = chunk.plan
+        if plan is None or connection.session is None:
+            raise RequestError("the chunk has no plan")
+        descriptors = plan.descriptors(source, self._destination.layout.layers[layer_idx])
+        read_id = self._table.begin_read(chunk.tokens)
+        return ReadTask(head, chunk, layer_idx, connection.session, descriptors, read_id)
+
+    def _shares(self, head: ReadyHead) -> Shares:
+        destination = self._destination
+        return Shares(destination.d_rank, destination.d_tp, destination.split_main, head.member, head.ratio)
+
+    def _token_of(self, request: ReadRequest) -> bytes | None:
+        return request.token or self._table.token_of_external(request.request_id)
+
+    def _contributors_done(self, connection: Connection, head: ReadyHead, now_s: float) -> None:
+        if connection.peer is not None:
+            tokens: Sequence[bytes | None] = head.done_tokens
+        else:
+            tokens = [self._table.token_of_external(external_id) for external_id in head.done_ids]
+        for token in tokens:
+            child = self._table.get(token) if token is not None else None
+            if token is not None and child is not None and child.sources.get(head.member, connection) is connection:
+                self._table.contributor_done(token, head.member, now_s)
+
+    def _refuse(self, connection: Connection, head: ReadyHead, error: str, now_s: float) -> Answer:
+        """A message refused as a whole: nothing is read, its children fail."""
+        self._stats.add(messages_refused=1)
+        if not connection.complained:
+            connection.complained = True
+            logger.warning("rd2h: refused a layer of Prefill at %s: %s", connection.address, error)
+        try:
+            chunk = connection.chunk(head, self._shares(head), self._destination.layout)
+            for request in chunk.requests:
+                token = self._token_of(request)
+                child = self._table.get(token) if token is not None else None
+                if child is not None and child.sources.get(head.member) is connection:
+                    self._table.fail(child.spec.token, error, now_s)
+        except (WireError, RequestError):
+            pass  # its block lists are malformed as well; the answer below says what was wrong first
+        return Answer(encode_read_failed(head.layer_idx, error, head.seq))
+
+    def _fail_pieces(self, chunk: Chunk, reason: str, now_s: float, hold_s: float) -> None:
+        for piece in chunk.pieces:
+            self._table.fail(piece.token, reason, now_s, hold_s)
+
+    def _fail_source(self, connection: Connection, reason: str, now_s: float) -> None:
+        self._table.fail_source(connection, reason, now_s)
+
+    def _sources(self, token: bytes) -> list[tuple[Connection, int]]:
+        child = self._table.get(token)
+        if child is None:
+            return []
+        bound = {id(c): c for c in child.sources.values() if isinstance(c, Connection)}
+        return [(connection, connection.peer.generation) for connection in bound.values() if connection.peer]
+
+    def _malformed(self, connection: Connection | None, received: Received, error: WireError) -> None:
+        self._stats.add(frames_malformed=1)
+        if connection is None or not connection.complained:
+            logger.warning("rd2h: malformed frame from %s: %s", received.address or "a Prefill", error)
+        if connection is not None:
+            connection.complained = True

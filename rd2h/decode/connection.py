@@ -1,0 +1,88 @@
+"""One Prefill rank's connection as Decode sees it: memory, lease, queue and recent chunks. Pure state."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from rd2h.decode.chunks import Chunk, Shares
+from rd2h.errors import LayoutError, RequestError
+from rd2h.layout import CacheLayout, LayerLayout, check_source
+from rd2h.lease import ReadLease
+from rd2h.wire import MfMeta, PeerInfo, ReadyHead, decode_read_requests
+
+MAX_JOBS = 65536
+RECENT_CHUNKS = 4
+LayerVerdict = tuple[int, LayerLayout] | str
+
+
+@dataclass(slots=True)
+class Job:
+    """A message that waits for its turn on its connection. ``arrived_s`` starts the parking time."""
+
+    message: MfMeta | ReadyHead
+    arrived_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """State of one ZMQ identity. Messages of a connection are handled in order, one at a time (``busy``)."""
+
+    identity: bytes
+    address: str
+    lease: ReadLease
+    session: str | None = None
+    layers: dict[str, LayerLayout] = field(default_factory=dict)
+    peer: PeerInfo | None = None
+    jobs: deque[Job] = field(default_factory=deque)
+    busy: bool = False
+    parked: bool = False
+    complained: bool = False
+    heard_s: float = 0.0
+    silent: bool = False
+    _verdicts: dict[str, LayerVerdict] = field(default_factory=dict)
+    _chunks: OrderedDict[tuple[bytes, int, int], Chunk] = field(default_factory=OrderedDict)
+
+    def adopt(self, meta: MfMeta, layers: dict[str, LayerLayout]) -> None:
+        """New metadata: everything learned from older metadata is forgotten."""
+        self.session, self.layers, self.peer = meta.session, layers, meta.peer
+        self._verdicts.clear()
+        self._chunks.clear()
+
+    def layer(self, head: ReadyHead, layout: CacheLayout, index_of: dict[str, int]) -> tuple[int, LayerLayout]:
+        """(Decode's layer position, Prefill's layer), validated once per connection and layer. Raises LayoutError."""
+        verdict = self._verdicts.get(head.layer_name)
+        if verdict is None:
+            verdict = self._judge(head.layer_name, layout, index_of)
+            if len(self._verdicts) < 2 * len(index_of):
+                self._verdicts[head.layer_name] = verdict
+        if isinstance(verdict, str):
+            raise LayoutError(verdict)
+        return verdict
+
+    def _judge(self, name: str, layout: CacheLayout, index_of: dict[str, int]) -> LayerVerdict:
+        index = index_of.get(name)
+        if index is None:
+            return f"{name!r} is not a layer of Decode"
+        source = self.layers.get(name)
+        if source is None:
+            return f"{name!r} is missing in Prefill's metadata"
+        try:
+            check_source(source, layout.layers[index])
+        except LayoutError as error:
+            return str(error)
+        return index, source
+
+    def chunk(self, head: ReadyHead, shares: Shares, layout: CacheLayout) -> Chunk:
+        """The chunk of this message, parsed at its first layer. Raises WireError, RequestError."""
+        key = (head.requests_raw, head.member, head.ratio)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._chunks.move_to_end(key)
+            return chunk
+        requests = decode_read_requests(head.requests_raw)
+        if self.peer is not None and any(request.token is None for request in requests):
+            raise RequestError("an extended Prefill must send a token with every request")
+        chunk = Chunk(requests, shares, self, layout.has_indexer, (1 << len(layout.layers)) - 1)
+        self._chunks[key] = chunk
+        while len(self._chunks) > RECENT_CHUNKS:
+            self._chunks.popitem(last=False)
+        return chunk

@@ -1,0 +1,214 @@
+"""Decode's puller: answers every ready message, reads KV into its destination, reports each child once.
+
+One thread receives and never blocks on a read; a bounded set of reading threads serves connections side by side, one
+message at a time per connection, in order. ``PullBook`` holds all shared state under one lock that is never held during
+a read or a send.
+
+Bounds: ``max_connections`` connections (the longest silent one gives way), ``MAX_JOBS`` queued messages a connection,
+``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not known yet,
+``idle_timeout_s`` for a child without progress, ``hold_s`` for blocks after an engine error.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rd2h.children import ChildSpec, Finished
+from rd2h.decode.book import Answer, PullBook, ReadTask
+from rd2h.decode.connection import Connection
+from rd2h.decode.destination import Destination
+from rd2h.decode.options import PullerOptions
+from rd2h.decode.router import Received, SharedRouter
+from rd2h.engines import ReadResult, TransferEngine
+from rd2h.errors import EngineError
+from rd2h.stats import TransferStats
+from rd2h.timeline import Timeline
+from rd2h.wire import encode_ping, encode_stop_sending
+
+logger = logging.getLogger(__name__)
+
+CLOCK = time.CLOCK_BOOTTIME
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Ends a reading thread."""
+
+
+class Puller:
+    """See the module."""
+
+    def __init__(
+        self,
+        options: PullerOptions,
+        destination: Destination,
+        engine: TransferEngine,
+        stats: TransferStats,
+        timeline: Timeline,
+    ) -> None:
+        self._options, self._engine, self._stats, self._timeline = options, engine, stats, timeline
+        self._book = PullBook(options, destination, stats)
+        self._router = SharedRouter(options.bind_host, options.port)
+        self._ready: queue.SimpleQueue[Connection | _Stop] = queue.SimpleQueue()
+        self._stopping = False
+        self._next_ping_s = 0.0
+        self._receiver = threading.Thread(target=self._receive_loop, name="rd2h-puller", daemon=True)
+        self._readers = [
+            threading.Thread(target=self._read_loop, name=f"rd2h-reader-{index}", daemon=True)
+            for index in range(options.read_threads)
+        ]
+
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
+        return self._router.port
+
+    @property
+    def alive(self) -> bool:
+        """Whether every thread of the data path runs."""
+        return self._receiver.is_alive() and all(reader.is_alive() for reader in self._readers)
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in (self._receiver, *self._readers):
+            thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Start no new read, wait for running ones, close the socket."""
+        self._stopping = True
+        self._book.close()
+        self._router.wake()
+        for _ in self._readers:
+            self._ready.put(_Stop())
+        deadline = time.monotonic() + timeout_s
+        for thread in (self._receiver, *self._readers):
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in (self._receiver, *self._readers)):
+            self._router.close()
+
+    # --- the connector's worker thread ---
+
+    def add(self, specs: Sequence[ChildSpec]) -> None:
+        """Destinations that may be written from now on; messages that waited for them go ahead."""
+        self._submit(self._book.add(specs, _now_s()))
+
+    def trust(self, generations: frozenset[int]) -> None:
+        """Prefill generations that are registered now; only they are read from."""
+        self._submit(self._book.trust(generations, _now_s()))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Fence requests that vLLM no longer wants, and tell their Prefills to stop."""
+        for connection, generation, token in self._book.abort(request_ids, _now_s()):
+            self._router.send(connection.identity, encode_stop_sending(generation, [token]))
+
+    def fail(self, token: bytes, reason: str) -> None:
+        """End a child for a reason known elsewhere (its Prefill failed)."""
+        for connection, generation in self._book.fail(token, reason, _now_s()):
+            self._router.send(connection.identity, encode_stop_sending(generation, [token]))
+
+    def take_finished(self) -> list[Finished]:
+        """Children that became final since the last call, each once in its life."""
+        finished = self._book.take_finished(_now_s())
+        for child in finished:
+            self._timeline.event("request_done", request=child.request_id, outcome=child.outcome.value)
+        return finished
+
+    def counts(self) -> tuple[int, int, int]:
+        """(children being pulled, messages parked, reads in flight)."""
+        return self._book.counts()
+
+    # --- receiving thread ---
+
+    def _receive_loop(self) -> None:
+        try:
+            while not self._stopping:
+                for received in self._router.receive(self._timeout_ms(), self._book.connections):
+                    self._take(received)
+                self._tick()
+        except Exception:
+            logger.exception("rd2h puller thread died")
+            raise
+
+    def _take(self, received: Received) -> None:
+        connection, answer = self._book.accept(received, _now_s(), _now_ns())
+        if answer is not None:
+            self._router.send(received.identity, answer.payload)
+        if connection is not None:
+            self._ready.put(connection)
+
+    def _timeout_ms(self) -> int | None:
+        wake_s = self._book.next_deadline_s()
+        if self._book.connections:
+            wake_s = self._next_ping_s if wake_s is None else min(wake_s, self._next_ping_s)
+        return None if wake_s is None else max(0, int((wake_s - _now_s()) * 1000) + 1)
+
+    def _tick(self) -> None:
+        now_s = _now_s()
+        self._submit(self._book.unpark_due(now_s))
+        if now_s < self._next_ping_s or not self._book.connections:
+            return
+        self._next_ping_s = now_s + self._options.ping_interval_s
+        for identity in self._book.to_ping(now_s):
+            if not self._router.send(identity, encode_ping(self._options.generation, _now_ns())):
+                self._book.drop(identity, "the connection to Prefill was lost", now_s)
+
+    def _submit(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            self._ready.put(connection)
+
+    # --- reading threads ---
+
+    def _read_loop(self) -> None:
+        try:
+            while not isinstance(connection := self._ready.get(), _Stop):
+                self._serve(connection)
+        except Exception:
+            logger.exception("rd2h reading thread died")
+            raise
+
+    def _serve(self, connection: Connection) -> None:
+        """Handle messages of one connection until none is left or the next must wait."""
+        while (step := self._book.next_step(connection, _now_s())) is not None:
+            answer = self._run(connection, step) if isinstance(step, ReadTask) else step
+            if answer.open_session is not None:
+                answer = self._open(connection, answer)
+            if answer.payload and not self._router.send(connection.identity, answer.payload):
+                self._book.drop(connection.identity, "the connection to Prefill was lost", _now_s())
+        if connection.parked:
+            self._router.wake()  # the receiving thread watches over the parking time
+
+    def _open(self, connection: Connection, answer: Answer) -> Answer:
+        try:
+            self._engine.open_session(answer.open_session or "")
+            return self._book.session_opened(connection, _now_ns(), "")
+        except EngineError as error:
+            return self._book.session_opened(connection, _now_ns(), str(error))
+
+    def _run(self, connection: Connection, task: ReadTask) -> Answer:
+        descriptors = task.descriptors
+        begin = time.perf_counter()
+        if task.nothing_to_read:
+            result = ReadResult(0)
+        else:
+            result = self._engine.batch_transfer_sync_read(
+                task.session, descriptors.local, descriptors.peer, descriptors.lengths
+            )
+        seconds = time.perf_counter() - begin
+        answer = self._book.finish_read(connection, task, result, seconds, _now_s(), _now_ns())
+        if self._timeline.enabled and result.ok:
+            self._timeline.event(
+                "layer_read", layer=task.head.layer_idx, bytes=descriptors.nbytes, requests=list(task.request_ids)
+            )
+        return answer
+
+
+def _now_s() -> float:
+    return time.clock_gettime(CLOCK)
+
+
+def _now_ns() -> int:
+    return time.clock_gettime_ns(CLOCK)

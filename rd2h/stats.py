@@ -1,0 +1,52 @@
+"""Counters of the data path, cheap enough to keep on the hot path.
+
+Values only ever grow between two ``take`` calls; ``take`` hands out what has gathered and starts afresh, which is what
+vLLM's connector statistics want. Every name is listed with its meaning in ``FIELDS``.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FIELDS: Mapping[str, str] = {
+    "layers_published": "ready messages sent by Prefill",
+    "acks": "acknowledgements received by Prefill",
+    "ack_seconds": "time from sending a ready message to its acknowledgement, summed over acks",
+    "acks_ignored": "acknowledgements that belonged to nothing (stale, duplicate, foreign)",
+    "gate_waits": "times that Prefill's forward had to wait for a storage gate",
+    "gate_wait_seconds": "time that Prefill's forward waited for storage gates",
+    "endpoints_lost": "Decode endpoints that Prefill gave up",
+    "layers_read": "layers read by Decode",
+    "bytes_read": "bytes pulled by Decode",
+    "read_seconds": "time spent in engine reads, summed over reads",
+    "read_errors": "engine reads that failed",
+    "reads_expired": "engine reads whose bytes were not used because the read lease had run out",
+    "requests_refused": "requests of a ready message that were refused one by one",
+    "messages_refused": "ready messages that were refused as a whole",
+    "messages_parked": "ready messages that waited for their destination",
+    "frames_malformed": "frames dropped because they were malformed",
+    "children_done": "children that received all their KV",
+    "children_failed": "children that ended failed",
+    "children_aborted": "children that were aborted while waiting for KV",
+}
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Thread-safe counters by the names of ``FIELDS``."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, **amounts: float) -> None:
+        """Add to several counters at once."""
+        with self._lock:
+            values = self._values
+            for name, amount in amounts.items():
+                values[name] = values.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """What has gathered since the last call."""
+        with self._lock:
+            values, self._values = self._values, {}
+        return values
