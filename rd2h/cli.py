@@ -21,26 +21,21 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: the words that choose it, the module that does it, and the extra that the module needs."""
+    """One subcommand: its name, the module that does it, and the extra that the module needs."""
 
-    words: tuple[str, ...]
+    name: str
     module: str
     summary: str
     extra: str | None = None
 
-    @property
-    def title(self) -> str:
-        """The words as typed."""
-        return " ".join(self.words)
-
 
 COMMANDS = (
-    Command(("meta", "serve"), "rd2h_meta.cli", "run the gRPC rendezvous and registry service beside Decode"),
-    Command(("proxy",), "rd2h_proxy.cli", "run the OpenAI proxy in front of Prefill and Decode engines", "proxy"),
-    Command(("status",), "rd2h_client.status_cli", "show engines, leases and rendezvous of a meta service"),
-    Command(("probe",), "rd2h.probe", "check registration and reads between two endpoints, without vLLM"),
-    Command(("demo",), "rd2h.demo.cli", "whole chain on this machine with a tiny model, checked token by token", "cpu"),
-    Command(("bench",), "rd2h.bench", "run one of the benchmarks of a source checkout"),
+    Command("meta", "rd2h_meta.cli", "the gRPC registry and rendezvous service beside Decode (meta serve)"),
+    Command("proxy", "rd2h_proxy.cli", "run the OpenAI proxy in front of Prefill and Decode engines", "proxy"),
+    Command("status", "rd2h_client.status_cli", "show engines, leases and rendezvous of a meta service"),
+    Command("probe", "rd2h.probe", "check registration and reads between two endpoints, without vLLM"),
+    Command("demo", "rd2h.demo.cli", "whole chain on this machine with a tiny model, checked token by token", "cpu"),
+    Command("bench", "rd2h.bench", "run one of the benchmarks of a source checkout"),
 )
 
 EXAMPLES = """\
@@ -57,10 +52,10 @@ examples:
 
 def help_text() -> str:
     """The overview that `rd2h --help` prints."""
-    width = max(len(command.title) for command in COMMANDS) + 2
+    width = max(len(command.name) for command in COMMANDS) + 2
     lines = ["usage: rd2h COMMAND [OPTIONS]", "", "Prefill/Decode disaggregation for vLLM: remote device to host.", ""]
     lines.append("commands:")
-    lines += [f"  {command.title:<{width}}{command.summary}" for command in COMMANDS]
+    lines += [f"  {command.name:<{width}}{command.summary}" for command in COMMANDS]
     lines += [
         "",
         "options:",
@@ -71,12 +66,9 @@ def help_text() -> str:
     return "\n".join(lines) + "\n" + EXAMPLES
 
 
-def find_command(argv: Sequence[str]) -> Command | None:
-    """The command whose words open `argv`, or None."""
-    for command in COMMANDS:
-        if tuple(argv[: len(command.words)]) == command.words:
-            return command
-    return None
+def find_command(name: str) -> Command | None:
+    """The command of that name, or None."""
+    return next((command for command in COMMANDS if command.name == name), None)
 
 
 def load(command: Command) -> ModuleType | str:
@@ -86,21 +78,14 @@ def load(command: Command) -> ModuleType | str:
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if missing == command.module or command.module.startswith(f"{missing}."):
-            return f"rd2h {command.title}: not part of this installation (no module {missing})"
+            return f"rd2h {command.name}: not part of this installation (no module {missing})"
         hint = f"; pip install 'rd2h[{command.extra}]' brings it" if command.extra else ""
-        return f"rd2h {command.title}: the module {missing} is missing{hint}"
+        return f"rd2h {command.name}: the module {missing} is missing{hint}"
 
 
 def _complain(text: str) -> int:
     print(text, file=sys.stderr)
     return EXIT_USAGE
-
-
-def _unknown(argv: Sequence[str]) -> int:
-    groups = [command for command in COMMANDS if command.words[0] == argv[0]]
-    allowed = ", ".join(command.title for command in groups or COMMANDS)
-    given = " ".join(argv[: 2 if groups else 1])
-    return _complain(f"rd2h: command={given!r} is not known; expected one of {allowed}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,22 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"rd2h {__version__}")
         return 0
-    command = find_command(argv)
+    command = find_command(argv[0])
     if command is None:
-        if argv[-1] in ("-h", "--help") and any(known.words[0] == argv[0] for known in COMMANDS):
-            print(help_text(), end="")
-            return 0
-        return _unknown(argv)
+        allowed = ", ".join(known.name for known in COMMANDS)
+        return _complain(f"rd2h: command={argv[0]!r} is not known; expected one of {allowed}")
     component = load(command)
     if isinstance(component, str):
         return _complain(component)
-    parser = argparse.ArgumentParser(prog=f"rd2h {command.title}", description=_capital(command.summary))
+    parser = argparse.ArgumentParser(prog=f"rd2h {command.name}", description=_capital(command.summary))
     component.add_arguments(parser)
-    args = parser.parse_args(argv[len(command.words) :])
+    args = parser.parse_args(argv[1:])
     try:
         return int(component.run(args))
     except Rd2hError as error:
-        return _complain(f"rd2h {command.title}: {error}")
+        return _complain(f"rd2h {command.name}: {error}")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

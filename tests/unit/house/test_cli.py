@@ -12,7 +12,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     for command in cli.COMMANDS:
-        assert f"  {command.title} " in text
+        assert f"  {command.name} " in text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,16 +20,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rd2h {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [(["no-such"], ["'no-such'", "meta serve", "proxy"]), (["meta", "explode"], ["'meta explode'", "meta serve"])],
-)
-def test_unknown_command_is_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(argv) == cli.EXIT_USAGE
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    for word in words:
-        assert word in text
+def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["no-such"]) == cli.EXIT_USAGE
+    names = ", ".join(command.name for command in cli.COMMANDS)
+    assert capsys.readouterr().err == f"rd2h: command='no-such' is not known; expected one of {names}\n"
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +38,7 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_absent_component_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", (cli.Command(("odd",), "rd2h.no_such_module", "nothing"),))
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("odd", "rd2h.no_such_module", "nothing"),))
     assert cli.main(["odd"]) == cli.EXIT_USAGE
     assert "not part of this installation" in capsys.readouterr().err
 
