@@ -52,7 +52,7 @@ examples:
 
 def help_text() -> str:
     """The overview that `rd2h --help` prints."""
-    width = max(len(command.name) for command in COMMANDS) + 2
+    width = max(len(text) for text in ("-h, --help", *(command.name for command in COMMANDS))) + 2
     lines = ["usage: rd2h COMMAND [OPTIONS]", "", "Prefill/Decode disaggregation for vLLM: remote device to host.", ""]
     lines.append("commands:")
     lines += [f"  {command.name:<{width}}{command.summary}" for command in COMMANDS]

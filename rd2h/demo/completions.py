@@ -1,5 +1,6 @@
 """A small client for OpenAI completions on the loopback address."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -15,7 +16,15 @@ Tokens = tuple[int, ...]
 
 
 class CompletionError(Rd2hError):
-    """An engine or the proxy answered with an error, or with something that is not a completion."""
+    """An engine or the proxy answered with an error, or with something that is not a completion.
+
+    Attributes:
+        status: the HTTP status of a refusal, or None when there was no answer or it broke off.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -27,19 +36,29 @@ class StreamPiece:
     finish_reason: str | None
 
 
-def _open(url: str, body: Mapping[str, object], timeout_s: float) -> Any:
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def _open(url: str, body: Mapping[str, object], timeout_s: float, path: str = "/v1/completions") -> Any:
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     # No proxy of the environment: these are loopback addresses.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         return opener.open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")[:500]
-        raise CompletionError(f"{url} answered {error.code}: {text}") from None
-    except OSError as error:
-        raise CompletionError(f"{url} does not answer: {error}") from None
+        raise CompletionError(f"{url} answered {error.code}: {text}", status=error.code) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise CompletionError(f"{url} does not answer: {error!r}") from None
+
+
+def post(url: str, path: str, body: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Posts JSON and returns the JSON object of the answer. Raises CompletionError."""
+    with _open(url, body, timeout_s, path) as answer:
+        try:
+            content = json.load(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise CompletionError(f"{url}{path} broke off its answer: {error!r}") from None
+    if not isinstance(content, dict):
+        raise CompletionError(f"{url}{path} answered with {type(content).__name__}, expected a JSON object")
+    return content
 
 
 def complete(url: str, body: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> tuple[Tokens, ...]:
@@ -47,13 +66,20 @@ def complete(url: str, body: Mapping[str, object], timeout_s: float = TIMEOUT_S)
 
     Raises CompletionError for an HTTP error or a malformed answer.
     """
-    with _open(url, body, timeout_s) as answer:
-        content = json.load(answer)
+    content = post(url, "/v1/completions", body, timeout_s)
     try:
         choices = sorted(content["choices"], key=lambda choice: choice["index"])
         return tuple(tuple(choice["token_ids"]) for choice in choices)
     except (KeyError, TypeError) as error:
         raise CompletionError(f"{url} answered without {error}: {json.dumps(content)[:500]}") from None
+
+
+def _lines(answer: Any, url: str) -> Iterator[str]:
+    try:
+        for raw in answer:
+            yield raw.decode().strip()
+    except (OSError, http.client.HTTPException) as error:
+        raise CompletionError(f"{url} broke off the stream: {error!r}") from None
 
 
 def stream(url: str, body: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> Iterator[StreamPiece]:
@@ -62,8 +88,7 @@ def stream(url: str, body: Mapping[str, object], timeout_s: float = TIMEOUT_S) -
     Raises CompletionError for an HTTP error, an error event, and a stream that ends without its end mark.
     """
     with _open(url, {**body, "stream": True}, timeout_s) as answer:
-        for raw in answer:
-            line = raw.decode().strip()
+        for line in _lines(answer, url):
             if not line.startswith("data:"):
                 continue
             data = line.removeprefix("data:").strip()

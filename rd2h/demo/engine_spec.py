@@ -88,6 +88,8 @@ class EngineSpec:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_CACHE_ROOT": str(cache_root),
+            # Adds /reset_prefix_cache.
+            "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
