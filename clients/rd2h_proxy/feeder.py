@@ -1,0 +1,252 @@
+"""Follows a rendezvous and sends its children to Prefill, wave by wave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from rd2h_client.v1.rendezvous_pb2 import Child, Outcome, RendezvousEvent
+
+from rd2h_proxy.engine_http import leg_headers
+from rd2h_proxy.errors import ErrorAnswer, ProxyError
+from rd2h_proxy.failure import AttemptError, Blame, engine_failure
+from rd2h_proxy.gathering import BadAdvertError, Gathering
+from rd2h_proxy.leg_body import LegIds, encode, prefill_body
+from rd2h_proxy.loss import unless_lost
+from rd2h_proxy.meta_link import META_TROUBLE
+from rd2h_proxy.openai_request import OpenAiRequest
+from rd2h_proxy.phase import Phase
+from rd2h_proxy.pool import Lease
+from rd2h_proxy.prefill_leg import NotAcceptedError, run_prefill
+from rd2h_proxy.router import Router
+from rd2h_proxy.target import Target, layout_conflict
+
+log = logging.getLogger(__name__)
+
+# How often a rendezvous that is not complete looks whether the meta service is still there.
+_OUTAGE_CHECK_S = 0.5
+
+
+class Feeder:
+    """The Prefill side of one attempt. `run` returns when nothing is left to do for it."""
+
+    def __init__(
+        self,
+        router: Router,
+        request: OpenAiRequest,
+        ids: LegIds,
+        decode: Lease,
+        client_headers: Mapping[str, str],
+        on_phase: Callable[[Phase], None],
+        exclude_prefill: frozenset[str],
+    ) -> None:
+        self._router = router
+        self._request = request
+        self._ids = ids
+        self._decode = decode
+        self._headers = client_headers
+        self._on_phase = on_phase
+        self._exclude = exclude_prefill
+        self._gathering = Gathering(request.prompts, request.n, router.limits.gather_window_s)
+        self._waves: dict[asyncio.Task[None], list[Child]] = {}
+        self._started = self._now()
+        self._outage_since: float | None = None
+        self._failed_at: float | None = None
+        self._failure_reason = ""
+        self.answer_began = False
+        """Set by the attempt: the client is being served, so an outage of the meta service ends nothing."""
+        self.closed = False
+        """The meta service has ended the rendezvous; it needs not be told."""
+
+    @property
+    def dispatching(self) -> bool:
+        """Whether Prefill is working for this attempt."""
+        return bool(self._waves)
+
+    @staticmethod
+    def _now() -> float:
+        return time.monotonic()
+
+    async def run(self) -> None:
+        """Awaits children and dispatches them.
+
+        Raises:
+            AttemptError: Prefill, the meta service or a time limit makes an answer impossible.
+        """
+        ids, limits = self._ids, self._router.limits
+        events = self._router.meta.api.await_children(ids.rendezvous_id, self._gathering.expected, limits.ttl_s)
+        pending: asyncio.Future[RendezvousEvent] | None = _next(events)
+        try:
+            while pending is not None or self._waves or self._failed_at is not None:
+                waiting: set[asyncio.Future[Any]] = {*self._waves}
+                if pending is not None:
+                    waiting.add(pending)
+                await _wait_any(waiting, self._next_timeout_s())
+                self._collect_waves()
+                if pending is not None and pending.done():
+                    pending = _next(events) if self._take(pending) else None
+                self._dispatch_due()
+                self._check_limits()
+        finally:
+            leftovers: list[asyncio.Future[Any]] = [*self._waves]
+            if pending is not None:
+                leftovers.append(pending)
+            for task in leftovers:
+                task.cancel()
+            await asyncio.gather(*leftovers, return_exceptions=True)
+
+    def _take(self, pending: asyncio.Future[RendezvousEvent]) -> bool:
+        """Applies one event; False when the stream of events is over."""
+        try:
+            event = pending.result()
+        except StopAsyncIteration:
+            self.closed = True
+            return False
+        except META_TROUBLE as error:
+            if self._gathering.settled or self.answer_began:
+                log.warning("rendezvous %s is no longer followed: %s", self._ids.rendezvous_id, error)
+                return False
+            raise AttemptError(ErrorAnswer.make(503, f"meta service: {error}", 1), str(error), Blame.PROXY) from error
+        self._apply(event)
+        return True
+
+    def _apply(self, event: RendezvousEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "advertised":
+            self._advertised(event.advertised)
+        elif kind == "child_ended":
+            ended = event.child_ended
+            self._gathering.ended(ended.request_id, ended.prompt_index, ended.choice_index)
+            if ended.outcome in (Outcome.OUTCOME_FAILED, Outcome.OUTCOME_EXPIRED):
+                self._note_failure(f"child {ended.request_id}: {ended.reason}")
+        elif kind == "complete":
+            self._gathering.completed()
+        elif kind == "closed" and event.closed.outcome != Outcome.OUTCOME_DONE:
+            self._note_failure(event.closed.reason)
+
+    def _advertised(self, child: Child) -> None:
+        try:
+            self._gathering.advertised(child, self._now())
+        except BadAdvertError as error:
+            raise engine_failure(Blame.DECODE, self._decode.target.address, str(error)) from error
+        sizes = self._request.prompt_sizes
+        if not self._request.sizes_are_tokens and not self._request.media_tokens:
+            self._router.ratio.learn(sizes[child.prompt_index], child.prompt_tokens)
+
+    def _note_failure(self, reason: str) -> None:
+        # Decode hears the same and answers with the status that belongs to it; we only make sure that it does.
+        if self._failed_at is None:
+            self._failed_at = self._now()
+            self._failure_reason = reason
+
+    def _next_timeout_s(self) -> float | None:
+        now, limits = self._now(), self._router.limits
+        times = []
+        if (due := self._gathering.due_at()) is not None:
+            times.append(due)
+        if not self._gathering.accounted:
+            times.append(now + _OUTAGE_CHECK_S)
+        if self._failed_at is not None:
+            times.append(self._failed_at + limits.child_failed_grace_s)
+        return max(0.0, min(times) - now) if times else None
+
+    def _check_limits(self) -> None:
+        now, limits = self._now(), self._router.limits
+        if self._failed_at is not None and now >= self._failed_at + limits.child_failed_grace_s:
+            blame = Blame.PREFILL if self._gathering.waves else Blame.DECODE
+            raise AttemptError(ErrorAnswer.make(502, self._failure_reason), self._failure_reason, blame)
+        if self.answer_began or self._gathering.accounted:
+            self._outage_since = None
+            return
+        if self._gathering.arrived == 0 and now >= self._started + limits.rendezvous_s:
+            reason = f"no child advertised within {limits.rendezvous_s:g} s"
+            raise engine_failure(Blame.DECODE, self._decode.target.address, reason, status=504)
+        if self._router.meta.connected:
+            self._outage_since = None
+        elif self._outage_since is None:
+            self._outage_since = now
+        elif now >= self._outage_since + self._router.meta.outage_limit_s:
+            error = self._router.meta.unavailable()
+            raise AttemptError(error.answer, str(error), Blame.PROXY)
+
+    def _dispatch_due(self) -> None:
+        due = self._gathering.due_at()
+        if due is None or due > self._now():
+            return
+        number = self._gathering.waves
+        children = self._gathering.take_wave()
+        if not self.answer_began:
+            self._on_phase(Phase.PREFILL)
+        self._waves[asyncio.create_task(self._run_wave(children, number), name="prefill-wave")] = children
+
+    def _collect_waves(self) -> None:
+        for task in [task for task in self._waves if task.done()]:
+            children = self._waves.pop(task)
+            error = task.exception()
+            if error is None:
+                continue
+            if not any(child.request_id in self._gathering.live for child in children):
+                log.info("Prefill failed after all of its children had ended: %s", error)
+                continue
+            raise error
+
+    async def _run_wave(self, children: Sequence[Child], number: int) -> None:
+        """Sends a wave to one Prefill engine; to another only if the first never began it."""
+        exclude = set(self._exclude)
+        while True:
+            with await self._acquire(children, exclude) as lease:
+                try:
+                    await unless_lost(lease.target, self._send(lease.target, children, number))
+                    lease.succeeded()
+                    return
+                except NotAcceptedError as refusal:
+                    failure = refusal.failure
+                except AttemptError as error:
+                    _judge(lease, error)
+                    raise
+                _judge(lease, failure)
+            exclude.add(lease.target.address)
+            if not self._router.prefill.usable(self._fits, exclude):
+                raise failure
+
+    async def _acquire(self, children: Sequence[Child], exclude: set[str]) -> Lease:
+        work = {child.prompt_index: max(1, child.prompt_tokens - child.cached_tokens) for child in children}
+        try:
+            return await self._router.prefill.acquire(
+                sum(work.values()), self._router.limits.prefill_queue_s, self._fits, exclude
+            )
+        except ProxyError as error:
+            raise AttemptError(error.answer, str(error), Blame.PROXY) from error
+
+    def _fits(self, target: Target) -> bool:
+        return layout_conflict(target, self._decode.target) is None
+
+    async def _send(self, target: Target, children: Sequence[Child], number: int) -> None:
+        # Two waves may be on one engine at a time, and engine request ids must differ.
+        base = self._ids.x_request_id
+        ids = LegIds(self._ids.rendezvous_id, base if number == 0 else f"{base}-w{number}")
+        body = encode(prefill_body(self._request, ids, children))
+        headers = leg_headers(self._headers, ids.x_request_id)
+        path, timeout_s = self._request.api.value, self._router.limits.prefill_s
+        await run_prefill(self._router.session, target.address, path, body, headers, timeout_s)
+
+
+def _judge(lease: Lease, failure: AttemptError) -> None:
+    if failure.blame is Blame.REQUEST:
+        lease.succeeded()
+    elif failure.answer.status not in (429, 503):
+        lease.failed()
+
+
+def _next(events: AsyncIterator[RendezvousEvent]) -> asyncio.Future[RendezvousEvent]:
+    return asyncio.ensure_future(anext(events))
+
+
+async def _wait_any(tasks: set[asyncio.Future[Any]], timeout_s: float | None) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    elif timeout_s is not None:
+        await asyncio.sleep(timeout_s)

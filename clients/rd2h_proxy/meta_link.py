@@ -1,0 +1,84 @@
+"""The proxy's side of the meta service: what it calls, and waiting for it while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from rd2h_client.errors import ClientClosedError, MetaError, QueueFullError
+from rd2h_client.v1.rendezvous_pb2 import Outcome, RendezvousEvent
+
+from rd2h_proxy.errors import UnavailableError
+
+_POLL_S = 0.05
+
+META_TROUBLE = (MetaError, QueueFullError, ClientClosedError)
+"""Everything by which the client says that the service did not do what was asked."""
+
+
+class RendezvousApi(Protocol):
+    """The part of `rd2h_client.MetaClient` that requests use."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the stream to the service is up."""
+
+    def await_children(
+        self, rendezvous_id: str, expected_children: int, ttl_s: float
+    ) -> AsyncIterator[RendezvousEvent]:
+        """Events of one rendezvous until it is closed; survives restarts of the service."""
+
+    async def cancel(self, rendezvous_id: str, reason: str, outcome: Outcome = ...) -> None:
+        """Ends a rendezvous."""
+
+    async def report_failure(self, rendezvous_id: str, reason: str, request_ids: Sequence[str] = ()) -> None:
+        """Says that children will get no KV."""
+
+
+class MetaLink:
+    """Tells requests whether the meta service is there, and lets them wait for its return for a bounded time."""
+
+    def __init__(self, api: RendezvousApi, outage_limit_s: float) -> None:
+        self.api = api
+        self.outage_limit_s = outage_limit_s
+        self._back = asyncio.Event()
+        self._poller: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the service is there now."""
+        return self.api.connected
+
+    async def wait_connected(self) -> None:
+        """Returns when the service is there.
+
+        Raises:
+            UnavailableError: it did not come back within the outage limit.
+        """
+        if self.api.connected:
+            return
+        # One poller serves all waiters: thousands of requests may wait, each with a timer of its own otherwise.
+        if self._poller is None or self._poller.done():
+            self._back.clear()
+            self._poller = asyncio.create_task(self._poll(), name="meta-link-poll")
+        try:
+            async with asyncio.timeout(self.outage_limit_s):
+                await self._back.wait()
+        except TimeoutError:
+            raise self.unavailable() from None
+
+    def unavailable(self) -> UnavailableError:
+        """The error for a request that the outage ends."""
+        return UnavailableError(f"the meta service did not answer within {self.outage_limit_s:g} s")
+
+    async def _poll(self) -> None:
+        while not self.api.connected:
+            await asyncio.sleep(_POLL_S)
+        self._back.set()
+
+    async def close(self) -> None:
+        """Stops the poller."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)

@@ -1,0 +1,222 @@
+"""All targets of one role: choosing the least loaded, bounded concurrency, and the bounded queue before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rd2h_proxy.errors import OverloadedError, UnavailableError
+from rd2h_proxy.target import Role, Target
+
+Filter = Callable[[Target], bool]
+
+
+def anything(_target: Target) -> bool:
+    """The filter that lets every target through."""
+    return True
+
+
+class Lease:
+    """A place on a target. Given back exactly once, with what it told about the target's health."""
+
+    def __init__(self, pool: EnginePool, target: Target, work_tokens: int) -> None:
+        self._pool = pool
+        self.target = target
+        self._work_tokens = work_tokens
+        self._open = True
+        self._judged = False
+
+    def adjust_work(self, work_tokens: int) -> None:
+        """Replaces the estimate by a better one."""
+        if self._open:
+            self.target.work_tokens += work_tokens - self._work_tokens
+            self._work_tokens = work_tokens
+
+    def succeeded(self) -> None:
+        """The engine did its part."""
+        if not self._judged:
+            self._judged = True
+            self.target.breaker.succeeded()
+
+    def failed(self) -> None:
+        """The engine is to blame for a failure."""
+        if not self._judged:
+            self._judged = True
+            self.target.breaker.failed(self._pool.now())
+
+    def release(self) -> None:
+        """Gives the place back. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        if not self._judged:
+            self.target.breaker.abandoned()
+        self.target.in_flight -= 1
+        self.target.work_tokens -= self._work_tokens
+        self._pool.wake()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    work_tokens: int
+    fits: Filter
+    exclude: Collection[str]
+    place: asyncio.Future[Lease]
+
+
+class EnginePool:
+    """Targets of one role.
+
+    At most `max_waiting` requests wait for a place; more are refused with 429. Waiting is first come, first served,
+    except that a request that cannot use the free place does not hold up one that can.
+    """
+
+    def __init__(
+        self, role: Role, max_waiting: int, now: Callable[[], float], depends_on: EnginePool | None = None
+    ) -> None:
+        """`depends_on`: a pool whose changes may let our waiters through, as Decode places need a usable Prefill."""
+        self.role = role
+        self.now = now
+        self._depends_on = depends_on
+        self._dependents: list[EnginePool] = []
+        if depends_on is not None:
+            depends_on._dependents.append(self)
+        self._targets: dict[str, Target] = {}
+        self._waiters: deque[_Waiter] = deque()
+        self._max_waiting = max_waiting
+        self._choices = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def targets(self) -> Collection[Target]:
+        """Every target, usable or not."""
+        return self._targets.values()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiters)
+
+    def get(self, address: str) -> Target | None:
+        """The target with this host:port."""
+        return self._targets.get(address)
+
+    def add(self, target: Target) -> None:
+        """Makes a target known; a known address is an error of the caller."""
+        if target.address in self._targets:
+            raise ValueError(f"{self.role.value} target {target.address} is already known")
+        self._targets[target.address] = target
+        self.wake()
+
+    def remove(self, address: str) -> None:
+        """Forgets a target; requests on it keep their lease until they end."""
+        self._targets.pop(address, None)
+
+    def usable(self, fits: Filter = anything, exclude: Collection[str] = ()) -> list[Target]:
+        """Targets that may take requests now, with or without room."""
+        now = self.now()
+        return [
+            target
+            for target in self._targets.values()
+            if target.address not in exclude and target.unusable_reason(now) is None and fits(target)
+        ]
+
+    def describe_unusable(self) -> str:
+        """One line saying why each target is out."""
+        now = self.now()
+        reasons = [f"{t.address}: {t.unusable_reason(now) or 'usable'}" for t in self._targets.values()]
+        return "; ".join(reasons) or f"no {self.role.value} engine is known"
+
+    async def acquire(
+        self, work_tokens: int, timeout_s: float, fits: Filter = anything, exclude: Collection[str] = ()
+    ) -> Lease:
+        """Takes a place on the target with the least estimated work, waiting for one if need be.
+
+        Raises:
+            OverloadedError: the queue is full.
+            UnavailableError: no place became free within `timeout_s`.
+        """
+        if not self._waiters and (lease := self._place(work_tokens, fits, exclude)) is not None:
+            return lease
+        if len(self._waiters) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._waiters)} requests already wait for a {self.role.value} engine")
+        waiter = _Waiter(work_tokens, fits, exclude, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self.wake()
+        granted = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                lease = await waiter.place
+            granted = True
+            return lease
+        except TimeoutError:
+            raise UnavailableError(
+                f"no {self.role.value} engine was free within {timeout_s:g} s ({self.describe_unusable()})"
+            ) from None
+        finally:
+            if not granted:
+                self._forget(waiter)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        # Cancelled or timed out in the moment the place was granted: nobody else would give it back.
+        if waiter.place.done() and not waiter.place.cancelled():
+            waiter.place.result().release()
+
+    def wake(self) -> None:
+        """Hands free places to waiters. Called whenever a target may have become able to take a request."""
+        for waiter in list(self._waiters):
+            if waiter.place.done():
+                continue
+            lease = self._place(waiter.work_tokens, waiter.fits, waiter.exclude)
+            if lease is not None:
+                self._waiters.remove(waiter)
+                waiter.place.set_result(lease)
+            elif not waiter.exclude and waiter.fits is anything:
+                break
+        self._arm_timer()
+        for pool in self._dependents:
+            pool.wake()
+
+    def _arm_timer(self) -> None:
+        # An open breaker becomes usable by the passing of time alone, which no event announces.
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiters:
+            return
+        targets = [*self._targets.values(), *(self._depends_on.targets if self._depends_on is not None else ())]
+        wakes = [at for target in targets if (at := target.breaker.wakes_at()) is not None]
+        if wakes:
+            delay_s = max(0.05, min(wakes) - self.now())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.wake)
+
+    def _place(self, work_tokens: int, fits: Filter, exclude: Collection[str]) -> Lease | None:
+        free = [target for target in self.usable(fits, exclude) if target.has_room()]
+        if not free:
+            return None
+        target = least_work(free)
+        self._choices += 1
+        target.chosen_at = self._choices
+        target.in_flight += 1
+        target.work_tokens += work_tokens
+        target.breaker.started(self.now())
+        return Lease(self, target, work_tokens)
+
+
+def least_work(targets: Iterable[Target]) -> Target:
+    """The target with the least estimated work; among equals the one chosen longest ago, so that none is herded."""
+    return min(targets, key=lambda target: (target.work_tokens, target.in_flight, target.chosen_at))

@@ -1,0 +1,86 @@
+"""Sending an engine's answer to the client, byte for byte."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from rd2h_proxy.answer_leg import EngineAnswer
+from rd2h_proxy.errors import ErrorAnswer
+from rd2h_proxy.failure import AttemptError
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+class StreamCutError(AttemptError):
+    """The answer broke after the client had got some of it; it has been told so in the stream."""
+
+    def __init__(self, failure: AttemptError, response: web.StreamResponse) -> None:
+        super().__init__(failure.answer, str(failure), failure.blame, failure.address)
+        self.response = response
+
+    @property
+    def retryable(self) -> bool:
+        """Never: text would be repeated."""
+        return False
+
+
+def error_response(answer: ErrorAnswer, request_id: str) -> web.Response:
+    """A complete error response."""
+    headers = {"Content-Type": answer.content_type, "X-Request-Id": request_id}
+    if answer.retry_after_s is not None:
+        headers["Retry-After"] = str(answer.retry_after_s)
+    return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+
+async def relay(http: web.Request, answer: EngineAnswer, request_id: str) -> web.StreamResponse:
+    """Passes the answer on.
+
+    Raises:
+        StreamCutError: the engine's stream ended early. The client's stream is finished with an error event.
+        ClientGoneError: the client does not read any more.
+    """
+    headers = {"Content-Type": answer.content_type, "X-Request-Id": request_id}
+    if not answer.streaming:
+        return web.Response(body=answer.head, headers=headers)
+    # A reverse proxy in front must not collect the events.
+    response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    try:
+        await response.prepare(http)
+        await response.write(answer.head)
+    except ConnectionError as error:
+        raise ClientGoneError(str(error)) from error
+    await _pass_chunks(response, answer)
+    return response
+
+
+async def _pass_chunks(response: web.StreamResponse, answer: EngineAnswer) -> None:
+    tail = answer.head
+    chunks = answer.chunks()
+    try:
+        async for chunk in chunks:
+            tail = chunk
+            try:
+                await response.write(chunk)
+            except ConnectionError as error:
+                raise ClientGoneError(str(error)) from error
+    except AttemptError as failure:
+        await _end_with_error(response, failure, mid_event=not tail.endswith((b"\n\n", b"\r\n\r\n")))
+        raise StreamCutError(failure, response) from failure
+    finally:
+        await chunks.aclose()
+    try:
+        await response.write_eof()
+    except ConnectionError as error:
+        raise ClientGoneError(str(error)) from error
+
+
+async def _end_with_error(response: web.StreamResponse, failure: AttemptError, mid_event: bool) -> None:
+    event = failure.answer.as_sse_event()
+    try:
+        # Half an event is still in the client's reader; a blank line keeps it from swallowing ours.
+        await response.write(b"\n\n" + event if mid_event else event)
+        await response.write_eof()
+    except ConnectionError as error:
+        raise ClientGoneError(str(error)) from error

@@ -1,0 +1,131 @@
+"""The running proxy: builds the parts, starts them, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from rd2h_client.client import MetaClient
+from rd2h_client.options import ClientOptions, TlsOptions
+
+from rd2h_proxy.app import make_app
+from rd2h_proxy.background import Background
+from rd2h_proxy.completions import CompletionHandler
+from rd2h_proxy.config import ProxyConfig
+from rd2h_proxy.engine_http import make_session
+from rd2h_proxy.errors import ConfigError
+from rd2h_proxy.journal import Journal
+from rd2h_proxy.meta_link import MetaLink, RendezvousApi
+from rd2h_proxy.pool import EnginePool
+from rd2h_proxy.probe import Prober
+from rd2h_proxy.router import Router
+from rd2h_proxy.target import Role, Target
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProxy:
+    """A proxy that is listening."""
+
+    address: str
+    """host:port, with the port that was really bound."""
+    router: Router
+    journal: Journal
+
+
+async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
+    """Runs the proxy until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with MetaClient(config.meta_service, client_options(config)) as client, running(config, client) as proxy:
+        announce(f"rd2h proxy: serving on http://{proxy.address}")
+        await stop.wait()
+        log.info("stopping: no new connections, at most %g s for requests in flight", _DRAIN_S)
+
+
+@asynccontextmanager
+async def running(config: ProxyConfig, client: RendezvousApi) -> AsyncIterator[RunningProxy]:
+    """A proxy that listens while the context lasts.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    async with AsyncExitStack() as stack:
+        router = await _build(config, client, stack)
+        journal = Journal()
+        app = make_app(router, CompletionHandler(router, config.serving, journal), config.max_body_bytes)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_DRAIN_S)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        try:
+            await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+        except OSError as error:
+            raise ConfigError(
+                f"--host, --port: cannot listen on {config.host}:{config.port} ({error.strerror or error})"
+            ) from error
+        yield RunningProxy(_bound_address(config.host, runner), router, journal)
+
+
+def _bound_address(host: str, runner: web.AppRunner) -> str:
+    port = runner.addresses[0][1]
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+async def _build(config: ProxyConfig, client: RendezvousApi, stack: AsyncExitStack) -> Router:
+    """Makes what requests use. Everything registers its end on `stack`."""
+    session = await stack.enter_async_context(make_session(config.stream_idle_s))
+    prefill = EnginePool(Role.PREFILL, config.max_waiting, time.monotonic)
+    decode = EnginePool(Role.DECODE, config.max_waiting, time.monotonic, depends_on=prefill)
+    for pool, addresses, limit in (
+        (prefill, config.prefill, config.prefill_limit),
+        (decode, config.decode, config.decode_limit),
+    ):
+        for address in addresses:
+            pool.add(Target(pool.role, address, limit, static=True))
+    meta = MetaLink(client, config.meta_outage_s)
+    stack.push_async_callback(meta.close)
+    background = Background()
+    stack.push_async_callback(background.close, 5.0)
+    router = Router(session, prefill, decode, meta, config.meta_advertised, config.attempt, background)
+    _run_beside(stack, Prober(session, (prefill, decode)).run(), "prober")
+    return router
+
+
+def _run_beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None], name: str) -> None:
+    task = asyncio.create_task(work, name=name)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(end)
+
+
+def client_options(config: ProxyConfig) -> ClientOptions:
+    """Connection options for the meta service."""
+    tls = None
+    if config.meta_ca or config.meta_cert or config.meta_service.startswith("grpcs://"):
+        tls = TlsOptions(
+            ca_path=config.meta_ca,
+            cert_path=config.meta_cert,
+            key_path=config.meta_key,
+            server_name_override=config.meta_server_name,
+        )
+    return ClientOptions(tls=tls, token=config.meta_token)

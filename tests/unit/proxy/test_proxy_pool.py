@@ -1,0 +1,127 @@
+"""Choice, concurrency limits and the queue."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from rd2h_proxy.errors import OverloadedError, UnavailableError
+from rd2h_proxy.pool import EnginePool, Lease
+from rd2h_proxy.target import ProbeState, Role, Target
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_pool(*limits: int, waiting: int = 10) -> EnginePool:
+    pool = EnginePool(Role.DECODE, waiting, Clock())
+    for number, limit in enumerate(limits):
+        pool.add(Target(Role.DECODE, f"h{number}:1", limit, static=True))
+    return pool
+
+
+async def test_least_work_is_chosen_and_equals_take_turns() -> None:
+    pool = make_pool(100, 100, 100)
+    even = Counter([(await pool.acquire(10, 1)).target.address for _ in range(9)])
+    assert even == {"h0:1": 3, "h1:1": 3, "h2:1": 3}
+    heavy = await pool.acquire(1000, 1)
+    rest = [(await pool.acquire(10, 1)).target.address for _ in range(8)]
+    assert heavy.target.address not in rest
+
+
+async def test_idle_equals_are_not_herded() -> None:
+    pool = make_pool(10, 10)
+    chosen = []
+    for _ in range(4):
+        with await pool.acquire(1, 1) as lease:
+            chosen.append(lease.target.address)
+    assert chosen == ["h0:1", "h1:1", "h0:1", "h1:1"]
+
+
+async def test_limit_queues_and_release_serves_in_order() -> None:
+    pool = make_pool(1)
+    first = await pool.acquire(1, 1)
+    order: list[int] = []
+
+    async def wait(number: int) -> Lease:
+        lease = await pool.acquire(1, 5)
+        order.append(number)
+        return lease
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    assert pool.waiting == 3
+    first.release()
+    first.release()
+    for task in tasks:
+        (await task).release()
+    assert order == [0, 1, 2]
+    assert [(target.in_flight, target.work_tokens) for target in pool.targets] == [(0, 0)]
+
+
+async def test_full_queue_is_429_and_waiting_too_long_is_503() -> None:
+    pool = make_pool(1, waiting=1)
+    lease = await pool.acquire(1, 1)
+    waiter = asyncio.create_task(pool.acquire(1, 0.05))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError) as full:
+        await pool.acquire(1, 1)
+    assert full.value.answer.status == 429
+    with pytest.raises(UnavailableError) as late:
+        await waiter
+    assert late.value.answer.status == 503
+    assert late.value.answer.retry_after_s
+    assert pool.waiting == 0
+    lease.release()
+
+
+async def test_a_cancelled_waiter_loses_no_place() -> None:
+    pool = make_pool(1)
+    lease = await pool.acquire(1, 1)
+    waiter = asyncio.create_task(pool.acquire(1, 5))
+    await asyncio.sleep(0)
+    lease.release()
+    # The place is granted, but the waiter has not run yet.
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert [target.in_flight for target in pool.targets] == [0]
+
+
+async def test_health_breaker_and_exclusion_keep_targets_out() -> None:
+    pool = make_pool(5, 5, 5)
+    targets = list(pool.targets)
+    targets[0].probe = ProbeState.DOWN
+    for _ in range(3):
+        targets[1].breaker.failed(100.0)
+    assert [target.address for target in pool.usable()] == ["h2:1"]
+    with pytest.raises(UnavailableError, match=r"h0:1: its HTTP health check fails.*h1:1: its circuit breaker is open"):
+        await pool.acquire(1, 0.01, exclude={"h2:1"})
+
+
+async def test_a_picky_waiter_does_not_hold_up_the_next() -> None:
+    pool = make_pool(1, 1)
+    leases = [await pool.acquire(1, 1) for _ in range(2)]
+    picky = asyncio.create_task(pool.acquire(1, 5, exclude={"h1:1"}))
+    await asyncio.sleep(0)
+    easy = asyncio.create_task(pool.acquire(1, 5))
+    await asyncio.sleep(0)
+    leases[1].release()
+    assert (await easy).target.address == "h1:1"
+    assert not picky.done()
+    leases[0].release()
+    assert (await picky).target.address == "h0:1"
+
+
+async def test_decode_waiters_wake_when_prefill_becomes_usable() -> None:
+    prefill = EnginePool(Role.PREFILL, 10, Clock())
+    decode = EnginePool(Role.DECODE, 10, Clock(), depends_on=prefill)
+    decode.add(Target(Role.DECODE, "d:1", 1, static=True))
+    waiter = asyncio.create_task(decode.acquire(1, 5, fits=lambda _: bool(prefill.usable())))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    prefill.add(Target(Role.PREFILL, "p:1", 1, static=True))
+    assert (await waiter).target.address == "d:1"

@@ -1,0 +1,149 @@
+"""What the proxy understands of OpenAI bodies, and the bodies of the two legs."""
+
+import json
+
+import pytest
+from rd2h_client.v1.rendezvous_pb2 import Child
+from rd2h_proxy.errors import RequestRefusedError
+from rd2h_proxy.leg_body import LegIds, decode_body, prefill_body
+from rd2h_proxy.openai_request import Api, OpenAiRequest, parse_request
+
+IDS = LegIds("rendezvous", "base")
+
+
+def completion(**fields: object) -> OpenAiRequest:
+    body = {"model": "m", "prompt": "hello", **fields}
+    return parse_request(Api.COMPLETION, json.dumps(body).encode(), 100)
+
+
+def child(prompt: int, choice: int = 0) -> Child:
+    return Child(request_id=f"{choice}_cmpl-base-{prompt}", token=bytes(16), prompt_index=prompt, choice_index=choice)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("text", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2, 3], [4]], 3), (["only"], 1)],
+)
+def test_children_are_prompts_times_choices(prompt: object, prompts: int) -> None:
+    assert completion(prompt=prompt).expected_children == prompts
+    assert completion(prompt=prompt, n=3).expected_children == prompts * 3
+
+
+def test_chat_has_one_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 2}
+    assert parse_request(Api.CHAT, json.dumps(body).encode(), 100).expected_children == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[1]",
+        b"{",
+        b'{"prompt": NaN}',
+        b'{"prompt": {}}',
+        b'{"prompt": []}',
+        b'{"prompt": ["a", 1]}',
+        b'{"prompt": "a", "n": 0}',
+        b'{"prompt": "a", "n": true}',
+        b'{"prompt": "a", "n": "2"}',
+        b'{"prompt": "a", "n": 101}',
+        b'{"prompt": "a", "stream": "yes"}',
+        b'{"prompt": "a", "kv_transfer_params": {"metaserver": "grpc://evil:1"}}',
+        b'{"prompt": "\xff"}',
+        b'{"a":' * 100_000,
+    ],
+)
+def test_unusable_bodies_are_refused_with_400(raw: bytes) -> None:
+    with pytest.raises(RequestRefusedError) as caught:
+        parse_request(Api.COMPLETION, raw, 100)
+    assert caught.value.answer.status == 400
+    assert json.loads(caught.value.answer.body)["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": True},
+        {"echo": True, "logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"truncate_prompt_tokens": -1},
+    ],
+)
+def test_what_needs_the_prompt_pass_runs_whole(fields: dict[str, object]) -> None:
+    assert completion(**fields).whole_reason is not None
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"logprobs": 3}, {"max_tokens": 1}, {"truncate_prompt_tokens": 5}])
+def test_everything_else_is_split(fields: dict[str, object]) -> None:
+    assert completion(**fields).whole_reason is None
+
+
+def test_decode_gets_the_clients_body_and_the_rendezvous() -> None:
+    request = completion(n=2, logprobs=5, unknown_field={"kept": [1]}, request_id="client's")
+    body = decode_body(request, IDS, "grpc://meta:1")
+    assert body.pop("kv_transfer_params") == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "metaserver": "grpc://meta:1",
+        "rendezvous_id": "rendezvous",
+        "x_request_id": "base",
+    }
+    assert body == {"model": "m", "prompt": "hello", "n": 2, "logprobs": 5, "unknown_field": {"kept": [1]}}
+    assert "kv_transfer_params" not in request.body
+
+
+def test_prefill_computes_one_token_and_feeds_every_child() -> None:
+    request = completion(
+        prompt=["a", "b"],
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=77,
+        min_tokens=7,
+        logprobs=2,
+        seed=3,
+        echo=True,
+    )
+    children = [child(prompt, choice) for prompt in (0, 1) for choice in (0, 1)]
+    body = prefill_body(request, IDS, children)
+    params = body.pop("kv_transfer_params")
+    assert body == {
+        "model": "m",
+        "prompt": ["a", "b"],
+        "seed": 3,
+        "echo": False,
+        "n": 1,
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "max_completion_tokens": 1,
+    }
+    assert params["do_remote_decode"] is True
+    assert params["rendezvous_id"] == "rendezvous"
+    assert params["x_request_id"] == "base"
+    places = [(entry["prompt_index"], entry["choice_index"]) for entry in params["batch_kv_transfer_params"].values()]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_sub_list_holds_only_its_prompts_and_counts_anew() -> None:
+    request = completion(prompt=["a", "b", "c", "d"])
+    body = prefill_body(request, IDS, [child(1), child(3)])
+    assert body["prompt"] == ["b", "d"]
+    entries = body["kv_transfer_params"]["batch_kv_transfer_params"]
+    assert {key: entry["prompt_index"] for key, entry in entries.items()} == {"0_cmpl-base-1": 0, "0_cmpl-base-3": 1}
+
+
+def test_a_prompt_with_all_its_choices_in_one_wave_is_sent_once() -> None:
+    body = prefill_body(completion(prompt=["a", "b"], n=3), IDS, [child(1, choice) for choice in range(3)])
+    assert body["prompt"] == ["b"]
+    entries = body["kv_transfer_params"]["batch_kv_transfer_params"]
+    assert [entry["prompt_index"] for entry in entries.values()] == [0, 0, 0]
+
+
+def test_estimates_use_tokens_where_they_are_given() -> None:
+    assert completion(prompt=[5] * 300).prompt_tokens(4.0) == 300
+    assert completion(prompt="x" * 400).prompt_tokens(4.0) == 100
+    picture = {"role": "user", "content": [{"type": "text", "text": "x" * 40}, {"type": "image_url", "image_url": {}}]}
+    chat = parse_request(Api.CHAT, json.dumps({"messages": [picture]}).encode(), 10)
+    assert chat.prompt_tokens(4.0) == 1010
