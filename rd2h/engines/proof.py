@@ -96,8 +96,8 @@ class ProcessIdentity:
 def process_identity(pid: int) -> ProcessIdentity:
     """Look a process up. Raises SessionError when it does not exist (or /proc hides it)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise SessionError(f"host session: source process {pid} does not exist or /proc hides it ({error})") from error
     # The command name in field 2 may contain blanks and parentheses; fields are counted after the last one.
@@ -112,7 +112,7 @@ def process_identity(pid: int) -> ProcessIdentity:
 def machine_id() -> str:
     """32 hex digits that differ between machines and between boots of one machine."""
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip().replace("-", "")
     except OSError:
         boot_id = ""
     if re.fullmatch(r"[0-9a-f]{32}", boot_id):

@@ -46,7 +46,7 @@ _process_vm_readv.restype = ctypes.c_ssize_t
 def yama_scope() -> int | None:
     """Yama's ptrace_scope (0 off, 1 declared tracers, 2 administrators, 3 nobody); None without Yama."""
     try:
-        return int(YAMA_SCOPE_FILE.read_text(encoding="ascii"))
+        return int(YAMA_SCOPE_FILE.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
