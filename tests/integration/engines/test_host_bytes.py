@@ -119,3 +119,6 @@ def test_overhead_and_throughput_are_reported(engine, start_source, capsys):
         for count, length in ((1, 1), (96, 1), (1536, 1), (96, 131072), (1536, 16384)):
             found_us = median_us(count, length)
             print(f"{count} x {length} B: {found_us:.0f} us, {count * length / found_us / 1e3:.2f} GB/s")
+    for index in (0, 1, 1535):
+        start = index * (size // 1536)
+        assert np.array_equal(target[start : start + 16384], pattern_bytes(source.seed, start, 16384))
