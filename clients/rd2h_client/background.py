@@ -1,0 +1,296 @@
+"""A client on a thread of its own, for an engine's scheduler: its methods never block."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rd2h_client.client import MetaClient
+from rd2h_client.errors import MetaError, QueueFullError, RendezvousEndedError
+from rd2h_client.options import ClientOptions
+from rd2h_client.registration import EngineStatus, Registration
+from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
+
+logger = logging.getLogger("rd2h.client")
+
+_END_DEADLINE_S = 60.0
+"""How long an end (withdraw, failure) is tried; the time limit of the rendezvous does the rest."""
+
+Command = Callable[[MetaClient], None]
+
+
+@dataclass(frozen=True)
+class ChildNotice:
+    """A child advertised here was cancelled, failed, expired or refused for good."""
+
+    rendezvous_id: str
+    request_id: str
+    outcome: rendezvous_pb2.Outcome
+    reason: str
+
+
+class BackgroundMetaClient:
+    """Registers one engine and carries its adverts. Every method is thread-safe and returns at once.
+
+    Open adverts are said again after a lost connection or a restart of the service until they are withdrawn. At most
+    `options.max_open` commands, and as many notices, wait at a time.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: ClientOptions,
+        engine: engine_registry_pb2.Engine,
+        status: Callable[[], EngineStatus],
+    ) -> None:
+        """`status` is called on the client's thread before each keep-alive. Nothing is started yet; start after the
+        process has forked what it wants to fork.
+
+        Raises:
+            AddressError, OptionsError: the target or the options are malformed.
+        """
+        self._client = MetaClient(target, options)
+        self._options = options
+        self._engine = engine_registry_pb2.Engine()
+        self._engine.CopyFrom(engine)
+        self._status = status
+        self._commands: deque[Command] = deque()
+        self._notices: deque[ChildNotice] = deque()
+        self._generations: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake_sent = False
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._registration: Registration | None = None
+        self.refused_total = 0
+        """Operations that the service refused for good, or that found no answer in time."""
+
+    @property
+    def connected(self) -> bool:
+        """True while the connection to the service is up."""
+        return self._client.connected
+
+    @property
+    def registration_lost(self) -> MetaError | None:
+        """Why the service refused this engine for good; None while all is well."""
+        return self._registration.lost if self._registration else None
+
+    def start(self) -> None:
+        """Start the thread; the service need not be there yet."""
+        if self._thread is not None:
+            raise RuntimeError("the client was started already")
+        self._thread = threading.Thread(target=self._run, name="rd2h-meta-client", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the lease and the thread; return False when that took longer than `timeout_s`."""
+        thread = self._thread
+        if thread is None:
+            return True
+        with self._lock:
+            loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            try:
+                loop.call_soon_threadsafe(stop.set)
+            except RuntimeError:
+                logger.debug("the client's thread has ended already")
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def advertise(self, rendezvous_id: str, child: rendezvous_pb2.Child) -> None:
+        """Advertise a child and keep that up until it is withdrawn or has ended.
+
+        Raises:
+            QueueFullError: too many commands wait.
+        """
+        request = rendezvous_pb2.AdvertiseRequest(rendezvous_id=rendezvous_id, child=child)
+        self._submit(lambda client: self._advertise(client, request))
+
+    def withdraw(
+        self,
+        rendezvous_id: str,
+        request_id: str,
+        outcome: rendezvous_pb2.Outcome,
+        reason: str = "",
+        prompt_index: int = 0,
+        choice_index: int = 0,
+    ) -> None:
+        """Take back a child, advertised or not.
+
+        Raises:
+            QueueFullError: too many commands wait.
+        """
+        request = rendezvous_pb2.WithdrawRequest(
+            rendezvous_id=rendezvous_id,
+            request_id=request_id,
+            outcome=outcome,
+            reason=reason,
+            prompt_index=prompt_index,
+            choice_index=choice_index,
+        )
+        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(withdraw=request)))
+
+    def report_failure(self, rendezvous_id: str, reason: str, request_ids: Sequence[str] = ()) -> None:
+        """Report that children (all, when none is named) will get no KV.
+
+        Raises:
+            QueueFullError: too many commands wait.
+        """
+        request = rendezvous_pb2.ReportFailureRequest(
+            rendezvous_id=rendezvous_id, reason=reason, request_ids=request_ids
+        )
+        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(report_failure=request)))
+
+    def update_engine(self, engine: engine_registry_pb2.Engine) -> None:
+        """Register the engine anew with other facts (its layout has become known, say).
+
+        Raises:
+            QueueFullError: too many commands wait.
+        """
+        copy = engine_registry_pb2.Engine()
+        copy.CopyFrom(engine)
+        self._submit(lambda client: self._replace_engine(copy))
+
+    def renew(self) -> None:
+        """Report state, load and health now instead of at the next keep-alive.
+
+        Raises:
+            QueueFullError: too many commands wait.
+        """
+        self._submit(lambda client: self._renew())
+
+    def drain_events(self) -> list[ChildNotice]:
+        """Return the notices since the last call, oldest first."""
+        if not self._notices:
+            return []
+        with self._lock:
+            notices = list(self._notices)
+            self._notices.clear()
+        return notices
+
+    def generation_of(self, engine_id: str) -> int | None:
+        """Return the generation of a registered engine, or None when it is not registered."""
+        return self._generations.get(engine_id)
+
+    def _submit(self, command: Command) -> None:
+        with self._lock:
+            if len(self._commands) >= self._options.max_open:
+                raise QueueFullError(f"{self._options.max_open} commands wait for the meta service")
+            self._commands.append(command)
+            if self._loop is None or self._wake_sent:
+                return
+            self._wake_sent = True
+            try:
+                self._loop.call_soon_threadsafe(self._run_commands)
+            except RuntimeError:
+                logger.debug("the client's thread has ended; the command is dropped")
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._stop = asyncio.Event()
+        client = self._client
+        client.on_child_ended(self._child_ended)
+        client.start_connecting()
+        self._registration = client.new_registration(self._engine, self._status)
+        self._registration.start_keeping()
+        watch = asyncio.create_task(self._follow_generations())
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            self._wake_sent = True
+        try:
+            self._run_commands()
+            await self._stop.wait()
+            self._run_commands()
+            await self._flush()
+        finally:
+            with self._lock:
+                self._loop = None
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await client.close()
+
+    async def _flush(self) -> None:
+        """Give the last commands a moment to reach the service."""
+        deadline_s = time.monotonic() + 1.0
+        while len(self._client.exchange.pending) and self._client.connected and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    def _run_commands(self) -> None:
+        with self._lock:
+            commands = list(self._commands)
+            self._commands.clear()
+            self._wake_sent = False
+        for command in commands:
+            command(self._client)
+        if commands:
+            self._client.kick()
+
+    def _advertise(self, client: MetaClient, request: rendezvous_pb2.AdvertiseRequest) -> None:
+        life_s = self._options.advert_ttl_s
+        request.ttl_ms = max(1, round(life_s * 1000))
+        expires_s = time.monotonic() + life_s
+        request_id = request.child.request_id
+
+        def done(error: MetaError | None) -> None:
+            if error is None:
+                return
+            outcome = rendezvous_pb2.OUTCOME_FAILED
+            if isinstance(error, RendezvousEndedError):
+                outcome = error.outcome
+            self._note(ChildNotice(request.rendezvous_id, request_id, outcome, error.message))
+
+        try:
+            client.exchange.advertise(request, expires_s, expires_s, done)
+        except QueueFullError as error:
+            self._note(ChildNotice(request.rendezvous_id, request_id, rendezvous_pb2.OUTCOME_FAILED, str(error)))
+
+    def _end(self, client: MetaClient, operation: rendezvous_pb2.Operation) -> None:
+        def done(error: MetaError | None) -> None:
+            if error is not None:
+                self.refused_total += 1
+                logger.warning("%s: %s", operation.WhichOneof("op"), error)
+
+        now_s = time.monotonic()
+        try:
+            client.exchange.end(operation, now_s, now_s + _END_DEADLINE_S, done)
+        except QueueFullError as error:
+            self.refused_total += 1
+            logger.warning("%s: %s", operation.WhichOneof("op"), error)
+
+    def _replace_engine(self, engine: engine_registry_pb2.Engine) -> None:
+        if self._registration is not None:
+            self._registration.replace(engine)
+
+    def _renew(self) -> None:
+        if self._registration is not None:
+            self._registration.renew()
+
+    def _child_ended(self, rendezvous_id: str, ended: rendezvous_pb2.ChildEnded) -> None:
+        self._note(ChildNotice(rendezvous_id, ended.request_id, ended.outcome, ended.reason))
+
+    def _note(self, notice: ChildNotice) -> None:
+        """Keep a notice. There is at most one for an advert, so that adverts bound them while somebody drains."""
+        with self._lock:
+            self._notices.append(notice)
+
+    async def _follow_generations(self) -> None:
+        try:
+            async for batch in self._client.watch_engines():
+                generations = {} if batch.snapshot else dict(self._generations)
+                for event in batch.events:
+                    engine = event.engine
+                    if event.kind == engine_registry_pb2.EngineEvent.KIND_REMOVED:
+                        generations.pop(engine.engine_id, None)
+                    else:
+                        generations[engine.engine_id] = engine.generation
+                self._generations = generations  # replaced as a whole: readers on other threads need no lock
+        except MetaError as error:
+            logger.error("the registry can no longer be followed: %s", error)

@@ -1,0 +1,128 @@
+"""Drives the one Exchange stream of a client: connects, sends what is pending in one message, reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rd2h_client.channels import Metadata
+from rd2h_client.errors import RETRYABLE, from_rpc_error
+from rd2h_client.exchange_state import ExchangeState
+from rd2h_client.options import RetryOptions
+
+logger = logging.getLogger("rd2h.client")
+
+_FINAL = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    }
+)
+"""Ends of the stream after which nothing that waits can succeed."""
+
+
+class ExchangeStream:
+    """Runs on one event loop. `run` until cancelled; call `kick` after something was put into the state."""
+
+    def __init__(
+        self,
+        stub: Any,
+        metadata: Metadata,
+        state: ExchangeState,
+        retry: RetryOptions,
+        on_service: Callable[[bool], None],
+    ) -> None:
+        """`on_service` is called when a stream is up, with True when it is another run of the service than before."""
+        self._stub = stub
+        self._metadata = metadata
+        self._state = state
+        self._retry = retry
+        self._on_service = on_service
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = float("inf")
+        self.connected = False
+        """True while the service answers."""
+
+    def kick(self) -> None:
+        """Something may be ready to send."""
+        self._wake.set()
+        self._set_timer()
+
+    async def run(self) -> None:
+        """Keep a stream up for ever."""
+        failures = 0
+        while True:
+            answered = await self._one_stream()
+            failures = 0 if answered else failures + 1
+            ceiling_s = min(self._retry.max_backoff_s, self._retry.initial_backoff_s * 2 ** min(failures, 20))
+            await asyncio.sleep(ceiling_s * random.uniform(0.5, 1.0))
+
+    async def _one_stream(self) -> bool:
+        """Run one stream to its end; return True when the service answered on it."""
+        call = self._stub.Exchange(metadata=self._metadata, wait_for_ready=True)
+        writer: asyncio.Task[None] | None = None
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                before = self._state.service_id
+                self._state.receive(response, time.monotonic())
+                if writer is None:
+                    # The first message says which run of the service this is; only now is it known to be there.
+                    self._state.reconnected(time.monotonic())
+                    self._wake.set()
+                    writer = asyncio.create_task(self._write(call))
+                    self.connected = True
+                    self._on_service(self._state.service_id != before)
+                self._set_timer()
+                if not self._state.pending.nothing_to_send:
+                    self._wake.set()
+        except grpc.aio.AioRpcError as error:
+            self._note_failure(error)
+        finally:
+            self.connected = False
+            if writer is not None:
+                writer.cancel()
+            call.cancel()
+        return writer is not None
+
+    def _note_failure(self, error: grpc.aio.AioRpcError) -> None:
+        level = logging.DEBUG if error.code() in RETRYABLE else logging.WARNING
+        logger.log(level, "exchange stream ended: %s: %s", error.code().name, error.details())
+        if error.code() in _FINAL:
+            self._state.fail_all(from_rpc_error(error))
+
+    async def _write(self, call: Any) -> None:
+        """Send what is pending, one message at a time: what comes up during a write goes into the next one."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while (batch := self._state.take_batch()) is not None:
+                    await call.write(batch)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The reader sees the same end, with its status; what was taken has no result and is sent again.
+            return
+
+    def _set_timer(self) -> None:
+        due_s = self._state.pending.next_wake_s()
+        if due_s is None or due_s >= self._timer_due_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_s = due_s
+        # The event loop's clock is the monotonic clock.
+        self._timer = asyncio.get_running_loop().call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer_due_s = float("inf")
+        self._state.pending.wake(time.monotonic() + 0.001)
+        self._wake.set()
+        self._set_timer()
