@@ -12,10 +12,12 @@ from typing import Any
 
 import msgpack
 
-from rd2h.errors import LayoutError
+from rd2h.errors import LayoutError, WireError
+from rd2h.wire.unpacking import shown, unpack
 
 MAX_LAYERS = 4096
 MAX_MAIN_TENSORS = 8
+MAX_LISTS_PER_LAYER = 16
 MAX_ADDRESS = (1 << 64) - 1
 
 
@@ -191,7 +193,8 @@ def check_source(source: LayerLayout, destination: LayerLayout) -> None:
     for index, (theirs, ours) in enumerate(zip(source.main, destination.main, strict=True)):
         if theirs.block_bytes != ours.block_bytes:
             raise LayoutError(
-                f"{name!r}: main tensor {index} block bytes {theirs.block_bytes} on Prefill, {ours.block_bytes} on Decode"
+                f"{name!r}: main tensor {index} block bytes {theirs.block_bytes} on Prefill, "
+                f"{ours.block_bytes} on Decode"
             )
     for what, theirs_opt, ours_opt in (
         ("indexer", source.indexer, destination.indexer),
@@ -230,9 +233,9 @@ def encode_layer_map(layout: CacheLayout) -> bytes:
 def decode_layer_map(encoded: bytes) -> dict[str, LayerLayout]:
     """Layers that a Prefill described; raises LayoutError for anything malformed."""
     try:
-        raw = msgpack.unpackb(encoded, raw=False, use_list=True)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise LayoutError(f"layer metadata is not msgpack: {type(error).__name__}") from error
+        raw = unpack(encoded, "layer metadata", lists=MAX_LISTS_PER_LAYER * MAX_LAYERS, maps=MAX_LAYERS + 1)
+    except WireError as error:
+        raise LayoutError(str(error)) from error
     if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_LAYERS:
         raise LayoutError(f"layer metadata must be a map of 1..{MAX_LAYERS} layers")
     return {name: _decode_layer(name, entry) for name, entry in raw.items()}
@@ -244,7 +247,7 @@ def _numbers(name: str, entry: Mapping[str, object], key: str, maximum: int) -> 
         raise LayoutError(f"{name!r}: {key} must be a list of at most {MAX_MAIN_TENSORS + 2} numbers")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= maximum:
-            raise LayoutError(f"{name!r}: {key} must hold numbers of 0..{maximum}, got {value!r:.40}")
+            raise LayoutError(f"{name!r}: {key} must hold numbers of 0..{maximum}, got {shown(value)}")
     return values
 
 
@@ -258,9 +261,9 @@ def _decode_layer(name: object, entry: object) -> LayerLayout:
         raise LayoutError(f"{name!r}: base_addrs, block_len and block_size_scale differ in length")
     main_count, has_indexer = entry.get("main_tensor_count"), entry.get("has_indexer")
     if isinstance(main_count, bool) or not isinstance(main_count, int) or not 1 <= main_count <= MAX_MAIN_TENSORS:
-        raise LayoutError(f"{name!r}: main_tensor_count must be 1..{MAX_MAIN_TENSORS}, got {main_count!r:.40}")
+        raise LayoutError(f"{name!r}: main_tensor_count must be 1..{MAX_MAIN_TENSORS}, got {shown(main_count)}")
     if not isinstance(has_indexer, bool):
-        raise LayoutError(f"{name!r}: has_indexer must be a boolean, got {has_indexer!r:.40}")
+        raise LayoutError(f"{name!r}: has_indexer must be a boolean, got {shown(has_indexer)}")
     extra = len(addresses) - main_count
     if extra not in ((1, 2) if has_indexer else (0,)):
         raise LayoutError(f"{name!r}: {len(addresses)} tensors do not fit main_tensor_count {main_count}")
@@ -309,7 +312,7 @@ def storage_slots(components: Sequence[Sequence[TensorLayout]]) -> list[int | No
 def merge_spans(tensors: Iterable[TensorLayout]) -> list[tuple[int, int]]:
     """(address, length) of the merged memory that ``tensors`` cover, for registration with an engine."""
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted((tensor.base_addr, tensor.end_addr) for tensor in tensors):
+    for begin, end in sorted((tensor.base_addr, tensor.end_addr) for tensor in tensors if tensor.num_blocks):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:

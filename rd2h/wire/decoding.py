@@ -43,6 +43,12 @@ from rd2h.wire.messages import (
     Refusal,
     StopSending,
 )
+from rd2h.wire.unpacking import MALFORMED, at_most, describe, no_extension, shown, unpack
+
+MAX_POSITIONS = 64
+"""Positions of ``read_ready_batch``; later versions may append some."""
+_MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + 2
+_MAX_MAPS = 8
 
 
 @dataclass(slots=True)
@@ -92,10 +98,7 @@ def check_token(value: object) -> bytes:
 def _unpack(payload: bytes) -> _Fields:
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
-    try:
-        values = msgpack.unpackb(payload, raw=False, use_list=True, strict_map_key=True)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"frame is not msgpack: {type(error).__name__}") from error
+    values = unpack(payload, "frame", lists=_MAX_LISTS, maps=_MAX_MAPS, longest_list=MAX_REQUESTS_PER_MESSAGE)
     if not isinstance(values, list) or not values or not isinstance(values[0], bytes):
         raise WireError("frame is not a tuple that begins with a bin tag")
     return _Fields(values[0], values)
@@ -151,24 +154,36 @@ def split_ready(payload: bytes) -> ReadyHead:
     """Decode all of ``read_ready_batch`` but the read requests, which are only delimited. Raises WireError."""
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
-    unpacker = msgpack.Unpacker(None, raw=False, use_list=True, max_buffer_size=MAX_FRAME_BYTES)
+    unpacker = msgpack.Unpacker(
+        None,
+        raw=False,
+        use_list=True,
+        max_buffer_size=MAX_FRAME_BYTES,
+        max_array_len=MAX_REQUESTS_PER_MESSAGE,
+        ext_hook=no_extension,
+        list_hook=at_most(_MAX_LISTS, "lists in frame"),
+        object_hook=at_most(_MAX_MAPS, "maps in frame"),
+    )
     unpacker.feed(payload)
     try:
         count = unpacker.read_array_header()
-        if count < 5:
-            raise WireError(f"{TAG_READ_READY!r}: {count} positions, expected at least 5")
+        if not 5 <= count <= MAX_POSITIONS:
+            raise WireError(f"{TAG_READ_READY!r}: {count} positions, expected 5..{MAX_POSITIONS}")
         values = [unpacker.unpack(), unpacker.unpack(), unpacker.unpack(), None]
         begin = unpacker.tell()
         unpacker.skip()
         end = unpacker.tell()
         values += [unpacker.unpack() for _ in range(min(count, 10) - 4)]
-    except WireError:
-        raise
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"{TAG_READ_READY!r}: truncated or malformed: {type(error).__name__}") from error
+        for _ in range(count - 10):
+            unpacker.skip()
+        trailing = len(payload) - unpacker.tell()
+    except MALFORMED as error:
+        raise WireError(f"{TAG_READ_READY!r}: truncated or malformed: {describe(error)}") from error
     fields = _Fields(TAG_READ_READY, values)
     if values[0] != TAG_READ_READY:
-        raise WireError(f"unknown tag {values[0]!r:.40}")
+        raise WireError(f"unknown tag {shown(values[0])}")
+    if trailing:
+        raise WireError(f"{TAG_READ_READY!r}: {trailing} bytes follow the last position")
     done_ids = fields.list(4, "done ids")
     if not all(isinstance(item, str) and len(item) <= MAX_NAME_CHARS for item in done_ids):
         raise WireError(f"{TAG_READ_READY!r}: done ids must be strings of at most {MAX_NAME_CHARS} characters")
@@ -198,21 +213,18 @@ def split_ready(payload: bytes) -> ReadyHead:
 
 def decode_read_requests(raw: bytes) -> tuple[ReadRequest, ...]:
     """The read requests that ``split_ready`` delimited. Raises WireError."""
-    try:
-        rows = msgpack.unpackb(raw, raw=False, use_list=True)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"read requests are not msgpack: {type(error).__name__}") from error
+    rows = unpack(raw, "read requests", lists=3 * MAX_REQUESTS_PER_MESSAGE + 1, maps=0)
     if not isinstance(rows, list) or len(rows) > MAX_REQUESTS_PER_MESSAGE:
         raise WireError(f"read requests must be a list of at most {MAX_REQUESTS_PER_MESSAGE}")
     return tuple(_read_request(row) for row in rows)
 
 
 def _read_request(row: object) -> ReadRequest:
-    if not isinstance(row, list) or len(row) < 2:
-        raise WireError("a read request must be a tuple of at least 2 positions")
+    if not isinstance(row, list) or (len(row) < 5 and len(row) != 2):
+        raise WireError("a read request must be a tuple of 2 (legacy) or at least 5 positions")
     fields = _Fields(TAG_READ_READY, row)
     main = block_ids(row[1], "main block ids")
-    if len(row) < 5:
+    if len(row) == 2:
         return ReadRequest(fields.text(0, "request id"), main, main, 0, 0, None)
     return ReadRequest(
         fields.text(0, "request id"),
@@ -230,12 +242,13 @@ def block_ids(value: object, what: str) -> BlockIds:
         raise WireError(f"{what} must be a list, got {type(value).__name__}")
     if not value:
         return np.empty(0, np.int64)
+    # NumPy would take a boolean for a number, and give every element of a mixed list the width of its longest string.
+    if set(map(type, value)) != {int}:
+        raise WireError(f"{what} must be whole numbers")
     try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError) as error:
-        raise WireError(f"{what} must be whole numbers") from error
-    if array.ndim != 1 or array.dtype != np.int64:
-        raise WireError(f"{what} must be whole numbers of 0..{MAX_BLOCK_ID}")
+        array = np.array(value, np.int64)
+    except OverflowError as error:
+        raise WireError(f"{what} must be 0..{MAX_BLOCK_ID}") from error
     if int(array.min()) < 0 or int(array.max()) > MAX_BLOCK_ID:
         raise WireError(f"{what} must be 0..{MAX_BLOCK_ID}")
     return array
@@ -260,7 +273,7 @@ class _Map:
     def unsigned(self, key: str) -> int:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
-            raise WireError(f"{self.tag!r}: {key!r} must be a 64-bit unsigned number, got {value!r:.40}")
+            raise WireError(f"{self.tag!r}: {key!r} must be a 64-bit unsigned number, got {shown(value)}")
         return value
 
     def binary(self, key: str) -> bytes:
