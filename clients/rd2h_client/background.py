@@ -1,4 +1,4 @@
-"""A client on a thread of its own, for an engine's scheduler: its methods never block."""
+"""A client on a background thread, for an engine's scheduler: its methods never block."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rd2h_client.client import MetaClient
 from rd2h_client.errors import MetaError, QueueFullError, RendezvousEndedError
+from rd2h_client.loop_thread import background_loop
 from rd2h_client.options import ClientOptions
 from rd2h_client.registration import EngineStatus, Registration
 from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
@@ -61,12 +63,13 @@ class BackgroundMetaClient:
         self._status = status
         self._commands: deque[Command] = deque()
         self._notices: deque[ChildNotice] = deque()
-        self._generations: dict[str, int] = {}
+        self._generations: Mapping[str, int] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepting = False
         self._wake_sent = False
-        self._stop: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._stop = asyncio.Event()
+        self._main_task: Future[None] | None = None
         self._registration: Registration | None = None
         self.refused_total = 0
         """Operations that the service refused for good, or that found no answer in time."""
@@ -82,26 +85,26 @@ class BackgroundMetaClient:
         return self._registration.lost if self._registration else None
 
     def start(self) -> None:
-        """Start the thread; the service need not be there yet."""
-        if self._thread is not None:
+        """Start in the background; the service need not be there yet.
+
+        Raises:
+            RuntimeError: it was started already.
+        """
+        if self._loop is not None:
             raise RuntimeError("the client was started already")
-        self._thread = threading.Thread(target=self._run, name="rd2h-meta-client", daemon=True)
-        self._thread.start()
+        self._loop = background_loop()
+        self._main_task = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the lease and the thread; return False when that took longer than `timeout_s`."""
-        thread = self._thread
-        if thread is None:
+        """End the lease and the connection; return False when that took longer than `timeout_s`."""
+        if self._loop is None or self._main_task is None:
             return True
-        with self._lock:
-            loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
-            try:
-                loop.call_soon_threadsafe(stop.set)
-            except RuntimeError:
-                logger.debug("the client's thread has ended already")
-        thread.join(timeout_s)
-        return not thread.is_alive()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        try:
+            self._main_task.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     def advertise(self, rendezvous_id: str, child: rendezvous_pb2.Child) -> None:
         """Advertise a child and keep that up until it is withdrawn or has ended.
@@ -178,24 +181,20 @@ class BackgroundMetaClient:
         """Return the generation of a registered engine, or None when it is not registered."""
         return self._generations.get(engine_id)
 
+    def generations(self) -> Mapping[str, int]:
+        """Return the generations of all registered engines by engine id; the map never changes, a new one replaces it."""
+        return self._generations
+
     def _submit(self, command: Command) -> None:
         with self._lock:
             if len(self._commands) >= self._options.max_open:
                 raise QueueFullError(f"{self._options.max_open} commands wait for the meta service")
             self._commands.append(command)
-            if self._loop is None or self._wake_sent:
-                return
-            self._wake_sent = True
-            try:
+            if self._accepting and not self._wake_sent and self._loop is not None:
+                self._wake_sent = True
                 self._loop.call_soon_threadsafe(self._run_commands)
-            except RuntimeError:
-                logger.debug("the client's thread has ended; the command is dropped")
-
-    def _run(self) -> None:
-        asyncio.run(self._main())
 
     async def _main(self) -> None:
-        self._stop = asyncio.Event()
         client = self._client
         client.on_child_ended(self._child_ended)
         client.start_connecting()
@@ -203,16 +202,15 @@ class BackgroundMetaClient:
         self._registration.start_keeping()
         watch = asyncio.create_task(self._follow_generations())
         with self._lock:
-            self._loop = asyncio.get_running_loop()
-            self._wake_sent = True
+            self._accepting = True
         try:
             self._run_commands()
             await self._stop.wait()
+            with self._lock:
+                self._accepting = False
             self._run_commands()
             await self._flush()
         finally:
-            with self._lock:
-                self._loop = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await client.close()

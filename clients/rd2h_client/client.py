@@ -51,9 +51,9 @@ class MetaClient:
         self._registry: Any = None
         self._rendezvous: Any = None
         self._stream: ExchangeStream | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._stream_task: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
         self._registrations: set[Registration] = set()
-        self._ready = False
 
     async def __aenter__(self) -> MetaClient:
         await self.start()
@@ -66,8 +66,8 @@ class MetaClient:
 
     @property
     def connected(self) -> bool:
-        """True while the connection to the service is up."""
-        return self._ready and self._stream is not None
+        """True while the service answers on the Exchange stream."""
+        return self._stream is not None and self._stream.connected
 
     @property
     def service_id(self) -> str:
@@ -87,11 +87,13 @@ class MetaClient:
             await self._unary(
                 self._rendezvous.GetRendezvousStats, request, self.options.connect_deadline_s, wait_for_ready=True
             )
-        except MetaUnavailableError as error:
+            async with asyncio.timeout(self.options.connect_deadline_s):
+                await self._up.wait()
+        except (MetaUnavailableError, TimeoutError) as error:
             reason = await self._connect_failure()
             await self.close()
             message = f"meta service {self.target.url}: no answer within {self.options.connect_deadline_s} s: {reason}"
-            raise MetaUnavailableError(error.code, message) from error
+            raise MetaUnavailableError(grpc.StatusCode.UNAVAILABLE, message) from error
         except BaseException:
             await self.close()
             raise
@@ -110,19 +112,18 @@ class MetaClient:
         self._stream = ExchangeStream(
             self._rendezvous, self._metadata, self._state, self.options.retry, self._service_seen
         )
-        self._tasks = [asyncio.create_task(self._stream.run()), asyncio.create_task(self._follow_channel())]
+        self._stream_task = asyncio.create_task(self._stream.run())
 
     async def close(self) -> None:
         """End registrations and streams. What was advertised and awaited lives on until its time limit."""
         registrations, self._registrations = list(self._registrations), set()
         for registration in registrations:
             await registration.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        if self._stream_task is not None:
+            self._stream_task.cancel()
+            await asyncio.gather(self._stream_task, return_exceptions=True)
+            self._stream_task = None
         self._stream = None
-        self._ready = False
         self._state.fail_all(MetaUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed"))
         if self._channel is not None:
             await self._channel.close()
@@ -132,9 +133,7 @@ class MetaClient:
         """Have `callback` called (on the event loop) when a child advertised here ends otherwise than by `withdraw`."""
         self._on_child_ended = callback
 
-    def await_children(
-        self, rendezvous_id: str, expected_children: int, ttl_s: float
-    ) -> AsyncIterator[rendezvous_pb2.RendezvousEvent]:
+    def await_children(self, rendezvous_id: str, expected_children: int, ttl_s: float) -> ChildrenIterator:
         """Await the children of a request; the await is sent at once.
 
         Iterating raises MetaRefusedError when the service refuses the await, and MetaUnavailableError when the
@@ -150,7 +149,7 @@ class MetaClient:
         request = rendezvous_pb2.AwaitRequest(
             rendezvous_id=rendezvous_id, expected_children=expected_children, ttl_ms=_milliseconds(ttl_s)
         )
-        self._state.await_children(request, iterator)
+        self._state.await_children(request, iterator, expires_s)
         stream.kick()
         return iterator
 
@@ -338,16 +337,9 @@ class MetaClient:
             return error.message
         return "it has just come up"
 
-    async def _follow_channel(self) -> None:
-        """Keep `connected` true to the channel's state, and keep the channel connecting."""
-        state = self._channel.get_state(try_to_connect=True)
-        while True:
-            self._ready = state is grpc.ChannelConnectivity.READY
-            await self._channel.wait_for_state_change(state)
-            state = self._channel.get_state(try_to_connect=True)
-
     def _service_seen(self, restarted: bool) -> None:
         """The stream is up again: leases may be gone, so renew them without waiting for their turn."""
+        self._up.set()
         for registration in self._registrations:
             registration.renew()
 

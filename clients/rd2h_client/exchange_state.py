@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
+
 from rd2h_client.errors import MetaError, MetaUnavailableError, QueueFullError, RendezvousEndedError
 from rd2h_client.pending import NO_DEADLINE, Done, PendingOperations
 from rd2h_client.v1.rendezvous_pb2 import (
@@ -53,6 +55,7 @@ class AwaitSink(Protocol):
 class _OpenAwait:
     request: AwaitRequest
     sink: AwaitSink
+    expires_s: float
     op_id: int = 0
 
 
@@ -107,8 +110,8 @@ class ExchangeState:
         advert.op_id = self.pending.submit(Operation(advertise=request), deadline_s, advertised)
         self._adverts[key] = advert
 
-    def await_children(self, request: AwaitRequest, sink: AwaitSink) -> None:
-        """Await a rendezvous and keep that up until it is over, refused, or `forget_await`.
+    def await_children(self, request: AwaitRequest, sink: AwaitSink, expires_s: float) -> None:
+        """Await a rendezvous and keep that up until it is over, refused, `expires_s`, or `forget_await`.
 
         Raises:
             QueueFullError: too many are open.
@@ -118,7 +121,7 @@ class ExchangeState:
             raise ValueError(f"rendezvous_id: {request.rendezvous_id!r} is awaited already by this client")
         if len(self._awaits) >= self._max_open:
             raise QueueFullError(f"{self._max_open} awaits are open")
-        waiting = _OpenAwait(request, sink)
+        waiting = _OpenAwait(request, sink, expires_s)
         self._send_await(waiting)
         self._awaits[request.rendezvous_id] = waiting
 
@@ -151,10 +154,10 @@ class ExchangeState:
         """A new stream starts: what the service may not know is to be sent again, in an order that is safe."""
         unanswered = self.pending.restart()
         waiting_for_result = set(unanswered)
-        for waiting in self._awaits.values():
+        for waiting in list(self._awaits.values()):
             waiting.sink.resume()
             if waiting.op_id not in waiting_for_result:
-                self._send_await(waiting)
+                self._await_again(waiting, now_s)
         for key, advert in list(self._adverts.items()):
             if advert.op_id not in waiting_for_result:
                 self._advertise_again(key, advert, now_s)
@@ -191,6 +194,16 @@ class ExchangeState:
 
         # The caller's own time limit ends it: `forget_await`.
         waiting.op_id = self.pending.submit(Operation(await_children=waiting.request), NO_DEADLINE, answered)
+
+    def _await_again(self, waiting: _OpenAwait, now_s: float) -> None:
+        left_s = waiting.expires_s - now_s
+        if left_s <= 0:
+            self.forget_await(waiting.request.rendezvous_id)
+            message = "await_children: its time limit passed while the meta service was away"
+            waiting.sink.fail(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+            return
+        waiting.request.ttl_ms = max(1, min(waiting.request.ttl_ms, round(left_s * 1000)))
+        self._send_await(waiting)
 
     def _advertise_again(self, key: tuple[str, str], advert: _OpenAdvert, now_s: float) -> None:
         left_s = advert.expires_s - now_s
