@@ -182,7 +182,7 @@ class BackgroundMetaClient:
         return self._generations.get(engine_id)
 
     def generations(self) -> Mapping[str, int]:
-        """Return the generations of all registered engines by engine id; the map never changes, a new one replaces it."""
+        """Return the generations of registered engines by engine id, as a map that is replaced and never changed."""
         return self._generations
 
     def _submit(self, command: Command) -> None:

@@ -26,12 +26,14 @@ from rd2h.wire import (
     LEGACY_ACK,
     MfMeta,
     PeerInfo,
+    Ping,
     Pong,
     PrefillFailed,
     ReadRequest,
     ReadyHead,
     decode_from_prefill,
     encode_mf_ack,
+    encode_pong,
     encode_read_done,
     encode_read_failed,
 )
@@ -154,6 +156,8 @@ class PullBook:
         except WireError as error:
             self._malformed(connection, received, error)
             return None, None
+        if isinstance(message, Ping):
+            return None, Answer(encode_pong(self._options.generation, message.clock_ns))
         with self._lock:
             if isinstance(message, MfMeta):
                 connection = connection or self._admit(received)

@@ -90,13 +90,17 @@ class Chunk:
         """
         if self._epoch == table.epoch:
             return
-        # Once a layer has been handled the set of children may only shrink: one that joined later would lack layers.
-        requests = [piece.request for piece in self.pieces] if self.started else self.requests
+        # Once a layer has been handled the set of children may only shrink: one that joined later would lack layers,
+        # and a name that now means another child must not bring that one in.
+        candidates: list[tuple[ReadRequest, bytes | None]]
+        if self.started:
+            candidates = [(piece.request, piece.token) for piece in self.pieces]
+        else:
+            candidates = [(request, resolve(request)) for request in self.requests]
         pieces: list[Piece] = []
         refused: list[Refusal] = list(self.refused) if self.started else []
         unknown: list[bytes | None] = []
-        for request in requests:
-            token = resolve(request)
+        for request, token in candidates:
             child = table.get(token) if token is not None else None
             if token is None or child is None:
                 gone = table.why_gone(token) if token is not None else None

@@ -135,7 +135,8 @@ class Puller:
 
     def _take(self, received: Received) -> None:
         connection, answer = self._book.accept(received, _now_s(), _now_ns())
-        if answer is not None:
+        # Without its readers the data path is dead: silence lets health probes and Prefills notice.
+        if answer is not None and self.alive:
             self._router.send(received.identity, answer.payload)
         if connection is not None:
             self._ready.put(connection)

@@ -45,6 +45,8 @@ class EndpointChunk:
     done_tokens: tuple[bytes, ...]
     member: int
     ratio: int
+    child_ids: tuple[str, ...] = ()
+    """Decode's request ids, for people."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -116,6 +116,8 @@ def decode_from_prefill(payload: bytes) -> FromPrefill:
         return MfMeta(fields.text(1, "session"), fields.at(2, bytes, "layer metadata"), peer)
     if fields.tag == TAG_PONG:
         return Pong(fields.unsigned(1, "generation"), fields.unsigned(2, "clock"))
+    if fields.tag == TAG_PING:
+        return Ping(fields.unsigned(1, "generation"), fields.unsigned(2, "clock"))
     if fields.tag == TAG_PREFILL_FAILED:
         return PrefillFailed(fields.unsigned(1, "generation"), _refusals(fields.list(2, "failures")))
     raise WireError(f"unknown tag {fields.tag[:32]!r}")

@@ -129,7 +129,7 @@ class StopSending:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Decode's heartbeat: its generation and clock, echoed unchanged in ``Pong``."""
+    """Decode's heartbeat: its generation and clock, echoed unchanged in ``Pong``. Decode's own health probe sends it too."""
 
     generation: int
     clock_ns: int
@@ -137,7 +137,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Prefill's echo of a ``Ping`` with Prefill's own generation."""
+    """The echo of a ``Ping`` with the echoing side's own generation."""
 
     generation: int
     clock_ns: int
@@ -148,5 +148,5 @@ class LegacyAck:
     """The raw ``ACK`` of a legacy Decode."""
 
 
-FromPrefill = MfMeta | ReadyHead | PrefillFailed | Pong
+FromPrefill = MfMeta | ReadyHead | PrefillFailed | Pong | Ping
 FromDecode = MfAck | LegacyAck | ReadDone | ReadFailed | StopSending | Ping

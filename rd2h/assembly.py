@@ -1,0 +1,316 @@
+"""Puts the parts of an engine together: configuration and registered caches in, running halves out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rd2h import vllm_compat
+from rd2h.caches import cache_layout, kv_dtype, layer_slots
+from rd2h.config import ConnectorConfig
+from rd2h.control import ControlPlane, Identity
+from rd2h.decode.destination import Destination
+from rd2h.decode.options import PullerOptions
+from rd2h.decode.puller import Puller
+from rd2h.decode.scheduler import DecodeScheduler
+from rd2h.decode.worker import DecodeWorker
+from rd2h.engines import (
+    EngineOptions,
+    EngineRole,
+    MemfabricOptions,
+    MemfabricProtocol,
+    MemoryRegion,
+    TransferEngine,
+    create_engine,
+)
+from rd2h.errors import ConfigError
+from rd2h.groups import CacheGroups, infer_groups
+from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map, merge_spans
+from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
+from rd2h.prefill.scheduler import PrefillScheduler
+from rd2h.prefill.worker import PrefillWorker
+from rd2h.stats import TransferStats
+from rd2h.steps import ChildFailure
+from rd2h.timeline import Timeline
+from rd2h.topology import base_port
+from rd2h.wire import WIRE_VERSION, PeerInfo
+
+ROLES = ("kv_producer", "kv_consumer")
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """What a worker knows after registration."""
+
+    generation: int
+    contract: Contract
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Everything about an engine that is known before its caches are."""
+
+    config: ConnectorConfig
+    producer: bool
+    engine_id: str
+    base_port: int
+    host: str
+    model: str
+    sizes: vllm_compat.ParallelSizes
+    groups: CacheGroups
+    num_blocks: int
+    base_layers: int
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+        """Facts from vLLM's configuration; raises ConfigError in one line for anything that cannot work."""
+        transfer = vllm_config.kv_transfer_config
+        config = ConnectorConfig.parse(transfer.kv_connector_extra_config or {})
+        if transfer.kv_role not in ROLES:
+            raise ConfigError.bad_value("kv_role", transfer.kv_role, ROLES)
+        producer = transfer.kv_role == "kv_producer"
+        sizes = vllm_compat.parallel_sizes(vllm_config)
+        if sizes.pp_size != 1 or sizes.cp_size != 1:
+            raise ConfigError(
+                f"pipeline parallel size {sizes.pp_size} and context parallel size {sizes.cp_size} are not supported; "
+                "both must be 1",
+                key="parallel_config",
+            )
+        groups = kv_cache_config.kv_cache_groups
+        return cls(
+            config,
+            producer,
+            transfer.engine_id,
+            0 if producer else base_port(transfer.kv_port, sizes.dp_rank, sizes.tp_size),
+            config.advertise_host or vllm_compat.own_host(),
+            vllm_compat.served_model(vllm_config),
+            sizes,
+            infer_groups([g.layer_names for g in groups], [g.kv_cache_spec.block_size for g in groups]),
+            kv_cache_config.num_blocks,
+            vllm_config.model_config.hf_text_config.num_hidden_layers,
+        )
+
+    def contract(self, layout: CacheLayout, dtype: str) -> Contract:
+        """What this engine's peers must agree on."""
+        memfabric = self.config.transfer_backend == "memfabric"
+        return Contract(
+            WIRE_VERSION,
+            self.config.transfer_backend,
+            self.config.memfabric_transfer_protocol if memfabric else "",
+            self.model,
+            dtype,
+            self.groups.block_size_tokens,
+            contract_layers(layout),
+        )
+
+    def identity(self, generation: int) -> Identity:
+        """Who this engine is towards its peers."""
+        sizes = self.sizes
+        return Identity(
+            self.engine_id, generation, self.host, self.base_port, sizes.tp_size, sizes.dp_size, sizes.dp_rank
+        )
+
+
+# --- scheduler halves -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PrefillSchedulerSide:
+    """Prefill's scheduler half and its control plane."""
+
+    half: PrefillScheduler
+    control: ControlPlane | None
+
+    def note_workers(self, failures: Sequence[ChildFailure], unhealthy: str) -> None:
+        """What the workers reported in a step."""
+        self.half.worker_failures(failures)
+        if unhealthy and self.control is not None:
+            self.control.note_unhealthy(unhealthy)
+
+    def close(self) -> None:
+        """Deregister."""
+        if self.control is not None:
+            self.control.stop()
+
+
+@dataclass(slots=True)
+class DecodeSchedulerSide:
+    """Decode's scheduler half and its control plane."""
+
+    half: DecodeScheduler
+    control: ControlPlane | None
+
+    def note_load(self, running: int) -> None:
+        """Load for the next keep-alive."""
+        if self.control is not None:
+            self.control.note_load(running, self.half.pulling)
+
+    def close(self) -> None:
+        """Deregister."""
+        if self.control is not None:
+            self.control.stop()
+
+
+def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> PrefillSchedulerSide:
+    """Prefill's scheduler half, registered with the meta service if one is configured."""
+    handshake = _agreed(facts, handshakes)
+    control = _control(facts, handshake)
+    half = PrefillScheduler(
+        facts.groups, handshake.contract, facts.sizes.tp_size, facts.config.allow_legacy_decode, control
+    )
+    return PrefillSchedulerSide(half, control)
+
+
+def decode_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> DecodeSchedulerSide:
+    """Decode's scheduler half, registered with the meta service if one is configured."""
+    handshake = _agreed(facts, handshakes)
+    control = _control(facts, handshake)
+    half = DecodeScheduler(facts.groups, handshake.contract, control, Timeline.from_environment("D"))
+    return DecodeSchedulerSide(half, control)
+
+
+def _agreed(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> Handshake:
+    distinct = set(handshakes.values())
+    if len(handshakes) != facts.sizes.tp_size or len(distinct) != 1:
+        raise ConfigError(f"{len(handshakes)} of {facts.sizes.tp_size} workers registered, in {len(distinct)} layouts")
+    return distinct.pop()
+
+
+def _control(facts: EngineFacts, handshake: Handshake) -> ControlPlane | None:
+    if facts.config.meta_service is None:
+        return None
+    from rd2h.meta_link import MetaLink
+
+    return MetaLink(facts.config, facts.identity(handshake.generation), handshake.contract, facts.producer)
+
+
+# --- worker halves ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PrefillWorkerSide:
+    """Prefill's worker half with its engine and publisher."""
+
+    worker: PrefillWorker
+    publisher: Publisher
+    engine: TransferEngine
+    stats: TransferStats
+    handshake: Handshake
+
+    def take_stats(self) -> dict[str, float]:
+        """Counters since the last call, with gauges when there is anything to say."""
+        values = self.stats.take()
+        return {**values, "messages_unacknowledged": self.publisher.outstanding()} if values else {}
+
+    def close(self) -> None:
+        """End the publisher, then the engine."""
+        self.publisher.close()
+        self.engine.close()
+
+
+@dataclass(slots=True)
+class DecodeWorkerSide:
+    """Decode's worker half with its engine and puller."""
+
+    worker: DecodeWorker
+    puller: Puller
+    engine: TransferEngine
+    stats: TransferStats
+    handshake: Handshake
+
+    def take_stats(self) -> dict[str, float]:
+        """Counters since the last call, with gauges when there is anything to say."""
+        values = self.stats.take()
+        if not values:
+            return {}
+        children, parked, reads = self.puller.counts()
+        return {**values, "children_pulling": children, "messages_parked": parked, "reads_in_flight": reads}
+
+    def close(self) -> None:
+        """End the puller, then the engine."""
+        self.puller.close()
+        self.engine.close()
+
+
+def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillWorkerSide:
+    """Prefill's worker half over registered caches."""
+    layout = cache_layout(kv_caches, facts.num_blocks, facts.base_layers)
+    handshake = _handshake(facts, layout, kv_caches)
+    engine = _engine(facts, kv_caches)
+    engine.initialize(EngineRole.PREFILL)
+    spans = merge_spans(tensor for layer in layout.layers for tensor in layer.tensors)
+    engine.register_memory([MemoryRegion(address, length) for address, length in spans])
+    rank, config = vllm_compat.tp_rank(), facts.config
+    slots = layer_slots(layout)
+    memory = SourceMemory(
+        engine.session(),
+        encode_layer_map(layout),
+        [layer.name for layer in layout.layers],
+        slots,
+        PeerInfo(WIRE_VERSION, handshake.generation, handshake.contract.fingerprint(), facts.sizes.tp_size, rank),
+    )
+    stats = TransferStats()
+    failures: list[PrefillWorker] = []
+    publisher = Publisher(
+        memory,
+        PublisherOptions(config.peer_timeout_s, config.connect_timeout_s, config.handshake_timeout_s),
+        stats,
+        lambda refusals: failures[0].on_failure(refusals),
+    )
+    worker = PrefillWorker(layout, slots, rank, facts.sizes.tp_size, publisher, stats, Timeline.from_environment("P"))
+    failures.append(worker)
+    publisher.start()
+    return PrefillWorkerSide(worker, publisher, engine, stats, handshake)
+
+
+def decode_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> DecodeWorkerSide:
+    """Decode's worker half over registered caches; its own paged cache is the destination."""
+    layout = cache_layout(kv_caches, facts.num_blocks, facts.base_layers)
+    handshake = _handshake(facts, layout, kv_caches)
+    rank, config, sizes = vllm_compat.tp_rank(), facts.config, facts.sizes
+    engine = _engine(facts, kv_caches)
+    engine.initialize(EngineRole.DECODE)
+    stats = TransferStats()
+    options = PullerOptions(
+        bind_host=config.bind_host or facts.host,
+        port=facts.base_port + rank,
+        generation=handshake.generation,
+        fingerprint=handshake.contract.fingerprint(),
+        tp_size=sizes.tp_size,
+        peer_timeout_s=config.peer_timeout_s,
+        park_timeout_s=config.park_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        hold_s=config.hold_s,
+        read_threads=config.read_threads,
+        max_connections=config.max_connections,
+        require_registered=config.require_registered_prefill and config.meta_service is not None,
+        legacy_hosts=config.legacy_prefill_hosts,
+    )
+    destination = Destination(layout, rank, sizes.tp_size, split_main=False)
+    puller = Puller(options, destination, engine, stats, Timeline.from_environment("D"))
+    puller.start()
+    return DecodeWorkerSide(DecodeWorker(puller), puller, engine, stats, handshake)
+
+
+def _handshake(facts: EngineFacts, layout: CacheLayout, kv_caches: Mapping[str, Any]) -> Handshake:
+    generation = vllm_compat.broadcast_from_rank0(secrets.randbits(63) | 1)
+    return Handshake(generation, facts.contract(layout, kv_dtype(kv_caches)))
+
+
+def _engine(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> TransferEngine:
+    config = facts.config
+    if config.debug_suppress_reads:
+        return create_engine("null")
+    options: EngineOptions | None = None
+    if config.transfer_backend == "memfabric":
+        first = next(iter(kv_caches.values()))
+        tensor = first[0] if isinstance(first, tuple | list) else first
+        options = MemfabricOptions(
+            facts.host,
+            tensor.device.index or 0,
+            MemfabricProtocol.parse(config.memfabric_transfer_protocol),
+            config.memfabric_store_url,
+        )
+    return create_engine(config.transfer_backend, options)

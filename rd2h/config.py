@@ -1,0 +1,163 @@
+"""The connector's configuration: ``kv_connector_extra_config`` and the environment, checked at start-up.
+
+Every error is one line that names the key, the value and what is allowed.
+"""
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rd2h.engines import MemfabricProtocol
+from rd2h.errors import ConfigError
+
+TRANSFER_BACKENDS = ("memfabric", "host")
+META_SCHEMES = ("grpc://", "grpcs://")
+WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
+
+
+def _boolean(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError.bad_value(key, value, "true or false")
+    return value
+
+
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value or len(value) > 1024:
+        raise ConfigError.bad_value(key, value, "a non-empty string")
+    return value
+
+
+def _positive(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError.bad_value(key, value, "a positive number of seconds")
+    return float(value)
+
+
+def _non_negative(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ConfigError.bad_value(key, value, "a number of seconds, 0 or more")
+    return float(value)
+
+
+def _count(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
+        raise ConfigError.bad_value(key, value, "a whole number of 1..65536")
+    return value
+
+
+def _backend(key: str, value: object) -> str:
+    if value not in TRANSFER_BACKENDS:
+        raise ConfigError.bad_value(key, value, TRANSFER_BACKENDS)
+    return str(value)
+
+
+def _protocol(key: str, value: object) -> str:
+    return MemfabricProtocol.parse(value, key).value
+
+
+def _meta_service(key: str, value: object) -> str:
+    text = _text(key, value)
+    if not text.startswith(META_SCHEMES):
+        raise ConfigError.bad_value(key, value, "grpc://host:port or grpcs://host:port")
+    return text
+
+
+def _advertised(key: str, value: object) -> str:
+    text = _text(key, value).strip("[]")
+    if text in WILDCARDS or _is_unspecified(text):
+        raise ConfigError.bad_value(key, value, "an address that peers can reach, no wildcard")
+    return text
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _hosts(key: str, value: object) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(host, str) and host for host in value):
+        raise ConfigError.bad_value(key, value, "a list of host addresses")
+    return frozenset(value)
+
+
+def _key(check: Callable[[str, object], Any], default: Any = None, env: str | None = None) -> Any:
+    return field(default=default, metadata={"check": check, "env": env})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one engine. Times in seconds."""
+
+    transfer_backend: str = _key(_backend)
+    """"memfabric" on Ascend, "host" between processes of one machine. Required, equal on Prefill and Decode."""
+    memfabric_transfer_protocol: str = _key(_protocol, "sdma")
+    """"sdma" (default) or "device_rdma" on A3, "device_urma" on 950PR/950DT; equal on Prefill and Decode."""
+    memfabric_store_url: str | None = _key(_text)
+    """Config store of MemFabric; by default tcp://<advertise_host>."""
+    use_layerwise: bool = _key(_boolean, True)
+    """Accepted for compatibility: transfer is always layer by layer."""
+    meta_service: str | None = _key(_meta_service, None, "RD2H_META_SERVICE")
+    """grpc://host:port of the meta service; the only one this engine ever contacts."""
+    meta_token: str | None = _key(_text, None, "RD2H_META_TOKEN")
+    """Bearer token for the meta service."""
+    meta_ca: str | None = _key(_text, None, "RD2H_META_CA")
+    """PEM file of the authority that signed the meta service's certificate."""
+    meta_cert: str | None = _key(_text, None, "RD2H_META_CERT")
+    """PEM file of this engine's certificate, for mutual TLS."""
+    meta_key: str | None = _key(_text, None, "RD2H_META_KEY")
+    """PEM file of this engine's private key, for mutual TLS."""
+    advertise_host: str | None = _key(_advertised, None, "RD2H_ADVERTISE_HOST")
+    """Address under which peers reach this engine; by default vLLM's host address."""
+    bind_host: str | None = _key(_text)
+    """Decode: address to listen on; by default the advertised one."""
+    http_address: str | None = _key(_text, None, "RD2H_HTTP_ADDRESS")
+    """host:port of this engine's OpenAI server, told to the meta service."""
+    peer_timeout_s: float = _key(_positive, 20.0)
+    """After this long without a sign of life a peer is given up; equal on Prefill and Decode."""
+    connect_timeout_s: float = _key(_positive, 5.0)
+    """Prefill: bound of one connect."""
+    handshake_timeout_s: float = _key(_positive, 10.0)
+    """Prefill: bound of the metadata exchange."""
+    park_timeout_s: float = _key(_positive, 5.0)
+    """Decode: how long a layer waits for a destination that is not known yet."""
+    idle_timeout_s: float = _key(_positive, 120.0)
+    """Decode: a request without any KV for this long fails."""
+    hold_s: float = _key(_non_negative, 5.0)
+    """Decode: how long blocks are kept after a failed read, while bytes may still land."""
+    read_threads: int = _key(_count, 4)
+    """Decode: reads that may run side by side."""
+    max_connections: int = _key(_count, 4096)
+    """Decode: Prefill ranks that may be connected."""
+    require_registered_prefill: bool = _key(_boolean, True)
+    """Decode: read only from Prefill engines that the meta service knows."""
+    legacy_prefill_hosts: frozenset[str] = _key(_hosts, frozenset())
+    """Decode: addresses from which Prefills without our extensions are accepted."""
+    allow_legacy_decode: bool = _key(_boolean, False)
+    """Prefill: also publish to Decodes without our extensions."""
+    debug_suppress_reads: bool = _key(_boolean, False)
+    """Decode: acknowledge without reading. For tests only: the output is garbage."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> "ConnectorConfig":
+        """Settings from vLLM's extra config; the environment supplies what it leaves out. Raises ConfigError."""
+        known = {entry.name: entry for entry in fields(cls)}
+        for key, value in extra.items():
+            if key not in known:
+                raise ConfigError.bad_value(f"kv_connector_extra_config.{key}", value, f"known keys {sorted(known)}")
+        if extra.get("transfer_backend") is None:
+            raise ConfigError.bad_value("transfer_backend", None, TRANSFER_BACKENDS)
+        values: dict[str, Any] = {}
+        for name, entry in known.items():
+            raw = extra.get(name)
+            if raw is None and entry.metadata["env"]:
+                raw = environment.get(entry.metadata["env"]) or None
+            if raw is not None:
+                values[name] = entry.metadata["check"](name, raw)
+        config = cls(**values)
+        if (config.meta_cert is None) != (config.meta_key is None):
+            raise ConfigError("meta_cert and meta_key must be given together", key="meta_cert")
+        return config

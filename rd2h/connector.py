@@ -1,0 +1,296 @@
+"""``SfaRemoteD2HConnector``: the vLLM KV connector. It only hands vLLM's calls to the halves that do the work.
+
+One object serves one role: the scheduler's half or a worker's half, of a Prefill (``kv_producer``) or a Decode
+(``kv_consumer``) engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from rd2h import assembly, vllm_compat
+from rd2h.assembly import EngineFacts, Handshake
+from rd2h.errors import StateError
+from rd2h.metrics import Rd2hPromMetrics, Rd2hStats
+from rd2h.steps import ChildFailure, DecodeStep, PrefillStep
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class StepMetadata(KVConnectorMetadata):
+    """One engine step, scheduler to workers."""
+
+    def __init__(self, step: PrefillStep | DecodeStep) -> None:
+        self.step = step
+        self.writes_awaited = False
+
+
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What Prefill workers tell their scheduler half."""
+
+    def __init__(self, failures: list[ChildFailure], unhealthy: str) -> None:
+        self.failures = failures
+        self.unhealthy = unhealthy
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join the reports of two workers."""
+        if isinstance(other, WorkerReport):
+            self.failures += other.failures
+            self.unhealthy = self.unhealthy or other.unhealthy
+        return self
+
+
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """What a worker knows after registration, for the scheduler half."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+
+
+class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._facts = EngineFacts.of(vllm_config, kv_cache_config)
+        self._producer = self._facts.producer
+        self._is_worker = role is KVConnectorRole.WORKER
+        self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
+        self._decode_scheduler: assembly.DecodeSchedulerSide | None = None
+        self._prefill_worker: assembly.PrefillWorkerSide | None = None
+        self._decode_worker: assembly.DecodeWorkerSide | None = None
+
+    # --- what composites and layer-wise offload ask for ---
+
+    @property
+    def supports_layerwise_buffer_reuse(self) -> bool:
+        """A Prefill worker can say when a layer's physical buffers may be overwritten."""
+        return self._producer and self._is_worker
+
+    @property
+    def requires_full_blocks_on_update_after_alloc(self) -> bool:
+        """A Prefill scheduler half must see every block, whichever connector was chosen for the lookup."""
+        return self._producer and not self._is_worker
+
+    def wait_for_layer_send(self, layer_idx: int) -> None:
+        """Block until every Decode that was told of this layer's physical buffers has read them."""
+        if self._prefill_worker is not None:
+            self._prefill_worker.worker.wait_layer(layer_idx)
+
+    wait_for_layer_reuse = wait_for_layer_send
+
+    # --- scheduler half ---
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Workers have registered their caches: now peers may know this engine."""
+        handshakes = {rank: item.handshake for rank, item in metadata.items() if isinstance(item, HandshakeMetadata)}
+        if self._producer:
+            self._prefill_scheduler = assembly.prefill_scheduler(self._facts, handshakes)
+        else:
+            self._decode_scheduler = assembly.decode_scheduler(self._facts, handshakes)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Decode: the rest of the prompt comes asynchronously."""
+        params = request.kv_transfer_params or {}
+        if self._producer or not params.get("do_remote_prefill"):
+            return 0, False
+        remaining = self._decode().half.remaining_tokens(request.num_prompt_tokens, num_computed_tokens)
+        return remaining, remaining > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Prefill: note whom the request feeds. Decode: advertise it."""
+        params = request.kv_transfer_params or {}
+        if self._producer:
+            if params.get("do_remote_decode"):
+                self._prefill().half.track(request.request_id, params, request.num_prompt_tokens)
+        elif params.get("do_remote_prefill") and num_external_tokens > 0:
+            self._decode().half.allocated(
+                request.request_id, params, blocks.get_block_ids(), request.num_prompt_tokens, num_external_tokens
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Metadata of this step."""
+        if self._producer:
+            scheduled = vllm_compat.scheduled_requests(scheduler_output)
+            finished = list(scheduler_output.finished_req_ids)
+            return StepMetadata(self._prefill().half.step(scheduled, finished))
+        side = self._decode()
+        side.note_load(len(scheduler_output.num_scheduled_tokens))
+        return StepMetadata(side.half.step())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the freeing of blocks: gates and fences protect what is still being read."""
+        params = request.kv_transfer_params or {}
+        if self._producer:
+            self._prefill().half.finished(request.request_id, params)
+        else:
+            self._decode().half.finished(request.request_id, params)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``, for any number of cache groups."""
+        return self.request_finished(request, [])
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers reported in a step."""
+        report = connector_output.kv_connector_worker_meta
+        if self._prefill_scheduler is not None and isinstance(report, WorkerReport):
+            self._prefill_scheduler.note_workers(report.failures, report.unhealthy)
+        if self._decode_scheduler is not None:
+            self._decode_scheduler.half.received(
+                list(connector_output.finished_recving or ()), list(connector_output.failed_recving or ())
+            )
+
+    # --- worker half ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Caches are allocated: start the transfer engine and the background threads."""
+        if self._producer:
+            self._prefill_worker = assembly.prefill_worker(self._facts, kv_caches)
+        else:
+            self._decode_worker = assembly.decode_worker(self._facts, kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What this worker tells the scheduler half."""
+        side = self._prefill_worker or self._decode_worker
+        return HandshakeMetadata(side.handshake) if side is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before anything of the step touches the caches: wait for readers of what will be overwritten."""
+        self._await_writes(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take in the step, before the forward (``start_load_kv`` may come after it)."""
+        super().bind_connector_metadata(connector_metadata)
+        self._await_writes(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            step = connector_metadata.step
+            if self._prefill_worker is not None and isinstance(step, PrefillStep):
+                self._prefill_worker.worker.begin(step)
+            elif self._decode_worker is not None and isinstance(step, DecodeStep):
+                self._decode_worker.worker.begin(step)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: pulls run by themselves."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Prefill with shared layer buffers: wait for their readers. Elsewhere nothing."""
+        if self._prefill_worker is not None:
+            self._prefill_worker.worker.before_layer(layer_name)
+
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """Prefill: a layer's KV has been scattered (runtimes that tell so before attention)."""
+        if self._prefill_worker is not None and self.has_connector_metadata():
+            self._prefill_worker.worker.layer_written(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Prefill: a layer is computed; publishes it unless that has been done."""
+        if self._prefill_worker is not None:
+            self._prefill_worker.worker.layer_written(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Prefill: the forward is over. Never waits: gates protect the caches."""
+        if self._prefill_worker is not None:
+            self._prefill_worker.worker.end()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Decode: requests that have ended, each reported once (vLLM >= 0.32)."""
+        if self._decode_worker is None:
+            return vllm_compat.transfer_results(set(), set())
+        results = self._decode_worker.worker.results()
+        return vllm_compat.transfer_results(results.received, results.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Decode: requests that have ended (older vLLM); failed ones show by their blocks."""
+        if self._decode_worker is None:
+            return None, None
+        return None, self._decode_worker.worker.results_with_invalid_blocks()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed requests, for a vLLM that does not take failed requests."""
+        return self._decode_worker.worker.take_invalid_blocks() if self._decode_worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Prefill: children that could not be served."""
+        if self._prefill_worker is None:
+            return None
+        worker = self._prefill_worker.worker
+        failures = worker.take_failures()
+        unhealthy = "" if worker.alive else "the publisher thread is dead"
+        return WorkerReport(failures, unhealthy) if failures or unhealthy else None
+
+    def shutdown(self) -> None:
+        """End threads, connections and registrations."""
+        for side in (self._prefill_worker, self._decode_worker, self._prefill_scheduler, self._decode_scheduler):
+            if side is not None:
+                side.close()
+
+    # --- statistics ---
+
+    def get_kv_connector_stats(self) -> Rd2hStats | None:
+        """Counters since the last call."""
+        side = self._prefill_worker or self._decode_worker
+        values = side.take_stats() if side is not None else {}
+        return Rd2hStats(values) if values else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Rd2hStats:
+        """Statistics from their serialised form."""
+        return Rd2hStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Rd2hPromMetrics:
+        """Prometheus metrics of this connector."""
+        return Rd2hPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer hooks must run between graph pieces."""
+        return True
+
+    # --- helpers ---
+
+    def _await_writes(self, metadata: KVConnectorMetadata) -> None:
+        if self._prefill_worker is None or not isinstance(metadata, StepMetadata) or metadata.writes_awaited:
+            return
+        metadata.writes_awaited = True
+        if isinstance(metadata.step, PrefillStep):
+            self._prefill_worker.worker.before_writes(metadata.step)
+
+    def _prefill(self) -> assembly.PrefillSchedulerSide:
+        if self._prefill_scheduler is None:
+            raise StateError("the Prefill workers have not registered their KV caches yet")
+        return self._prefill_scheduler
+
+    def _decode(self) -> assembly.DecodeSchedulerSide:
+        if self._decode_scheduler is None:
+            raise StateError("the Decode workers have not registered their KV caches yet")
+        return self._decode_scheduler

@@ -1,0 +1,74 @@
+"""The data path's counters as vLLM connector statistics: in its log and under ``/metrics``."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from rd2h.stats import FIELDS
+
+GAUGES = {
+    "children_pulling": "children whose KV is being pulled now",
+    "messages_parked": "ready messages that wait for their destination now",
+    "reads_in_flight": "engine reads running now",
+    "messages_unacknowledged": "ready messages that Decode has not acknowledged yet",
+}
+METRIC_NAMES = {"bytes_read": "rd2h_pulled_bytes"}
+
+
+class Rd2hStats(KVConnectorStats):
+    """``data``: counters by the names of ``rd2h.stats.FIELDS``, gauges by those of ``GAUGES``."""
+
+    def reset(self) -> None:
+        """Start afresh."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Sum over workers and steps; gauges keep the latest value of each aggregation."""
+        for name, value in other.data.items():
+            if name in GAUGES:
+                self.data[name] = value
+            else:
+                self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line of the log."""
+        return {name: round(value, 6) for name, value in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class Rd2hPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics ``rd2h_<name>`` per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=METRIC_NAMES.get(name, f"rd2h_{name}"), documentation=text, labelnames=labelnames
+            )
+            for name, text in FIELDS.items()
+        }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"rd2h_{name}", documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
+            )
+            for name, text in GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's counters."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)
+            elif name in self._gauges:
+                self._gauges[name].labels(*labels).set(value)

@@ -1,0 +1,161 @@
+"""Prefill's scheduler half: which blocks each step makes readable, for which children, and what it overwrites."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rd2h.control import ControlPlane
+from rd2h.errors import RequestError, TopologyError
+from rd2h.gates import Writes
+from rd2h.groups import CacheGroups
+from rd2h.layout import Contract
+from rd2h.params import RemoteDecode, external_id, parse_remote_decodes
+from rd2h.steps import ChildFailure, PrefillStep, Publication
+from rd2h.topology import TpMapping
+from rd2h.vllm_compat import BlockTables, ScheduledRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Published:
+    """One Prefill request with the children it feeds and how far they have been told."""
+
+    children: tuple[RemoteDecode, ...]
+    rendezvous_id: str
+    prompt_tokens: int
+    published_tokens: int = 0
+    final: bool = False
+
+
+class PrefillScheduler:
+    """See the module. Publishes ``[max(cached on Decode, published) // bs, computed // bs)``, rounded up at the end."""
+
+    def __init__(
+        self,
+        groups: CacheGroups,
+        contract: Contract,
+        tp_size: int,
+        allow_legacy: bool,
+        control: ControlPlane | None,
+    ) -> None:
+        self._groups, self._tp_size, self._allow_legacy, self._control = groups, tp_size, allow_legacy, control
+        self._has_indexer = any(indexer for _, _, indexer, _ in contract.layers)
+        self._fingerprint = contract.fingerprint()
+        self._tables = BlockTables()
+        self._requests: dict[str, Published] = {}
+        self._failures: list[ChildFailure] = []
+
+    def track(self, request_id: str, params: dict[str, Any], prompt_tokens: int) -> None:
+        """A request with ``do_remote_decode`` is about to run; never raises for bad parameters."""
+        if request_id in self._requests:
+            return
+        try:
+            remote = parse_remote_decodes(params)
+            children = remote.of_prompt(request_id)
+        except RequestError as error:
+            logger.warning("rd2h: request %s publishes to nobody: %s", request_id, error)
+            return
+        kept = []
+        for child in children:
+            reason = self._objection(child, prompt_tokens)
+            if reason:
+                self._fail(remote.rendezvous_id, [child], reason)
+            else:
+                kept.append(child)
+        if kept:
+            self._requests[request_id] = Published(tuple(kept), remote.rendezvous_id, prompt_tokens)
+
+    def step(self, scheduled: Sequence[ScheduledRequest], finished: Sequence[str]) -> PrefillStep:
+        """Metadata of one engine step."""
+        self._tables.forget(finished)
+        main_writes: set[int] = set()
+        indexer_writes: set[int] = set()
+        publications: list[Publication] = []
+        block_size = self._groups.block_size_tokens
+        for request in scheduled:
+            main, indexer = self._groups.ids(self._tables.update(request))
+            computed = request.num_computed_tokens + request.num_scheduled_tokens
+            written = slice(request.num_computed_tokens // block_size, -(-computed // block_size))
+            main_writes.update(main[written])
+            indexer_writes.update(indexer[written])
+            entry = self._requests.get(request.request_id)
+            if entry is not None and not entry.final:
+                publications += self._publish(
+                    request.request_id, entry, min(computed, entry.prompt_tokens), main, indexer
+                )
+        failures, self._failures = self._failures, []
+        return PrefillStep(Writes(main_writes, indexer_writes), publications, failures)
+
+    def finished(self, request_id: str, params: dict[str, Any]) -> None:
+        """vLLM ends a request; children that were not told everything will get no more."""
+        entry = self._requests.pop(request_id, None)
+        if entry is None and params.get("do_remote_decode"):
+            self._unscheduled(request_id, params)
+        elif entry is not None and not entry.final:
+            self._fail(entry.rendezvous_id, entry.children, "Prefill ended the request before all KV was computed")
+
+    def worker_failures(self, failures: Sequence[ChildFailure]) -> None:
+        """Children that the publisher could not serve."""
+        by_token = {failure.child.token: failure.reason for failure in failures}
+        for entry in self._requests.values():
+            lost = [child for child in entry.children if child.token in by_token]
+            if lost:
+                self._report(entry.rendezvous_id, lost, by_token[lost[0].token])
+                entry.children = tuple(child for child in entry.children if child not in lost)
+
+    def _unscheduled(self, request_id: str, params: dict[str, Any]) -> None:
+        """A request that ended in the queue, or whose children all failed before."""
+        try:
+            remote = parse_remote_decodes(params)
+            children = remote.of_prompt(request_id)
+        except RequestError as error:
+            logger.debug("rd2h: ended request %s has no usable parameters: %s", request_id, error)
+            return
+        self._fail(remote.rendezvous_id, children, "Prefill ended the request before it was computed")
+
+    def _objection(self, child: RemoteDecode, prompt_tokens: int) -> str:
+        if child.legacy and not self._allow_legacy:
+            return "Decode does not speak wire version 1 and allow_legacy_decode is off"
+        if child.layout_fingerprint and child.layout_fingerprint != self._fingerprint:
+            return "layout fingerprint differs between Prefill and Decode"
+        if child.prompt_tokens is not None and child.prompt_tokens != prompt_tokens:
+            return f"the prompt has {prompt_tokens} tokens on Prefill and {child.prompt_tokens} on Decode"
+        try:
+            TpMapping.of(self._tp_size, child.tp_size)
+        except TopologyError as error:
+            return str(error)
+        return ""
+
+    def _publish(
+        self, request_id: str, entry: Published, computed: int, main: Sequence[int], indexer: Sequence[int]
+    ) -> list[Publication]:
+        block_size = self._groups.block_size_tokens
+        entry.final = computed >= entry.prompt_tokens
+        stop = -(-computed // block_size) if entry.final else computed // block_size
+        publications = []
+        for child in entry.children:
+            start = max(child.cached_tokens, entry.published_tokens) // block_size
+            if start < stop or entry.final:
+                blocks = slice(start, max(start, stop))
+                publications.append(
+                    Publication(
+                        child,
+                        external_id(request_id),
+                        start,
+                        list(main[blocks]),
+                        list(indexer[blocks]) if self._has_indexer else [],
+                        entry.final,
+                    )
+                )
+        entry.published_tokens = max(entry.published_tokens, stop * block_size)
+        return publications
+
+    def _fail(self, rendezvous_id: str, children: Sequence[RemoteDecode], reason: str) -> None:
+        self._failures += [ChildFailure(child, reason) for child in children]
+        self._report(rendezvous_id, children, reason)
+
+    def _report(self, rendezvous_id: str, children: Sequence[RemoteDecode], reason: str) -> None:
+        if self._control is not None and rendezvous_id and children:
+            self._control.report_failure(rendezvous_id, [child.request_id for child in children], reason)

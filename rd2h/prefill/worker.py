@@ -1,0 +1,167 @@
+"""Prefill's worker half: turns a step's publications into per-endpoint chunks and drives the publisher by layer."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rd2h.errors import RequestError, TopologyError
+from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Slot
+from rd2h.layout import CacheLayout
+from rd2h.params import RemoteDecode
+from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
+from rd2h.prefill.publisher import Publisher
+from rd2h.stats import TransferStats
+from rd2h.steps import ChildFailure, PrefillStep, Publication
+from rd2h.timeline import Timeline
+from rd2h.topology import TpMapping, rank_port
+from rd2h.wire import ReadRequest, Refusal, encode_read_requests
+
+RecordEvent = Callable[[], Callable[[], None] | None]
+
+
+class PrefillWorker:
+    """See the module. ``slots[i]`` are the physical slots of layer ``i``."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        slots: Sequence[tuple[Slot, ...]],
+        tp_rank: int,
+        tp_size: int,
+        publisher: Publisher,
+        stats: TransferStats,
+        timeline: Timeline,
+    ) -> None:
+        self._layout, self._slots, self._tp_rank, self._tp_size = layout, slots, tp_rank, tp_size
+        self._publisher, self._stats, self._timeline = publisher, stats, timeline
+        self._index_of = layout.index_of()
+        self.buffers_are_shared = len({slot for layer in slots for slot in layer}) < sum(len(layer) for layer in slots)
+        self._step: PrefillStep | None = None
+        self._chunks: list[EndpointChunk] = []
+        self._published: set[int] = set()
+        self._children: dict[bytes, RemoteDecode] = {}
+        self._failed_lock = threading.Lock()
+        self._failed: list[ChildFailure] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether the publisher's thread runs."""
+        return self._publisher.alive
+
+    def before_writes(self, step: PrefillStep) -> None:
+        """Wait until no Decode may still read what this step overwrites. Comes before anything else of the step."""
+        self._publisher.wait_writable(None, step.writes)
+
+    def begin(self, step: PrefillStep) -> None:
+        """Prepare the chunks of a step, once for all its layers."""
+        self._step = step
+        self._published.clear()
+        for failure in step.failures:
+            self._send_failure(failure)
+        by_endpoint: dict[EndpointKey, list[Publication]] = {}
+        for publication in step.publications:
+            child = publication.child
+            if child.token is not None and self._publisher.stopped(child.token) is not None:
+                continue
+            try:
+                by_endpoint.setdefault(self._key(child), []).append(publication)
+            except TopologyError as error:
+                self.on_failure([Refusal(child.token or b"", str(error))], child)
+        self._chunks = [self._chunk(key, publications) for key, publications in by_endpoint.items()]
+
+    def layer_written(self, layer_name: str) -> None:
+        """A layer's KV is in the cache: close its gates and publish it. Once per layer and step."""
+        index = self._index_of.get(layer_name)
+        if index is None:
+            raise RequestError(f"{layer_name!r} was never registered")
+        self._publish(index)
+
+    def end(self) -> None:
+        """The forward is over: publish what no hook announced, then forget the step."""
+        if self._chunks:
+            for index in range(len(self._layout.layers)):
+                self._publish(index)
+        self._step, self._chunks = None, []
+
+    def wait_layer(self, layer_idx: int) -> None:
+        """Wait for every reader of a layer's physical buffers, whichever blocks they read."""
+        self._publisher.wait_writable(self._slots[layer_idx], ALL_BLOCKS)
+
+    def before_layer(self, layer_name: str) -> None:
+        """Runs before a layer writes, where vLLM's hook allows it: needed only where layers share buffers."""
+        index = self._index_of.get(layer_name)
+        if self.buffers_are_shared and index is not None:
+            self.wait_layer(index)
+
+    def on_failure(self, refusals: Sequence[Refusal], child: RemoteDecode | None = None) -> None:
+        """Children that will get no more KV; reported to the scheduler half with the next step. Any thread."""
+        with self._failed_lock:
+            for refusal in refusals:
+                known = child or self._children.pop(refusal.token, None)
+                if known is not None:
+                    self._failed.append(ChildFailure(known, refusal.reason))
+
+    def take_failures(self) -> list[ChildFailure]:
+        """Failures since the last call."""
+        with self._failed_lock:
+            failed, self._failed = self._failed, []
+        return failed
+
+    def _publish(self, index: int) -> None:
+        if index in self._published or not self._chunks:
+            return
+        self._published.add(index)
+        last = index == len(self._layout.layers) - 1
+        self._publisher.publish(index, self._chunks, last_layer=last)
+        if self._timeline.enabled:
+            children = [child_id for chunk in self._chunks for child_id in chunk.child_ids]
+            self._timeline.event("ready_sent", layer=index, requests=children)
+
+    def _key(self, child: RemoteDecode) -> EndpointKey:
+        d_rank = TpMapping.of(self._tp_size, child.tp_size).decode_rank(self._tp_rank)
+        return EndpointKey(child.host, rank_port(child.base_port, d_rank), child.generation)
+
+    def _chunk(self, key: EndpointKey, publications: Sequence[Publication]) -> EndpointChunk:
+        mapping = TpMapping.of(self._tp_size, publications[0].child.tp_size)
+        legacy = key.generation is None
+        with self._failed_lock:
+            for publication in publications:
+                if publication.child.token is not None:
+                    self._children[publication.child.token] = publication.child
+        requests = [
+            ReadRequest(
+                publication.external_id if legacy else publication.child.request_id,
+                np.asarray(publication.main_blocks, np.int64),
+                np.asarray(publication.indexer_blocks, np.int64),
+                publication.start_block,
+                publication.start_block,
+                publication.child.token,
+            )
+            for publication in publications
+        ]
+        final = [p for p in publications if p.final]
+        return EndpointChunk(
+            key,
+            encode_read_requests([r for r in requests if len(r.main_blocks)], legacy_ids=legacy),
+            ChunkBlocks(
+                frozenset(block for p in publications for block in p.main_blocks),
+                frozenset(block for p in publications for block in p.indexer_blocks),
+            ),
+            tuple(p.child.token for p in publications if p.child.token is not None),
+            tuple(p.external_id if legacy else p.child.request_id for p in final),
+            tuple(p.child.token for p in final if p.child.token is not None),
+            mapping.member(self._tp_rank),
+            mapping.ratio,
+            tuple(p.child.request_id for p in publications),
+        )
+
+    def _send_failure(self, failure: ChildFailure) -> None:
+        child = failure.child
+        if child.token is None:
+            return
+        try:
+            key = self._key(child)
+        except TopologyError:
+            return  # such a child was never connected to; the meta service carries the reason
+        self._publisher.fail_children(key, [Refusal(child.token, failure.reason)])
