@@ -16,7 +16,7 @@ from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.gathering import BadAdvertError, Gathering
 from rd2h_proxy.leg_body import LegIds, encode, prefill_body
 from rd2h_proxy.loss import unless_lost
-from rd2h_proxy.meta_link import META_TROUBLE
+from rd2h_proxy.meta_link import META_TROUBLE, Closable
 from rd2h_proxy.openai_request import OpenAiRequest
 from rd2h_proxy.phase import Phase
 from rd2h_proxy.pool import Lease
@@ -77,7 +77,10 @@ class Feeder:
             AttemptError: Prefill, the meta service or a time limit makes an answer impossible.
         """
         ids, limits = self._ids, self._router.limits
-        events = self._router.meta.api.await_children(ids.rendezvous_id, self._gathering.expected, limits.ttl_s)
+        try:
+            events = self._router.meta.api.await_children(ids.rendezvous_id, self._gathering.expected, limits.ttl_s)
+        except META_TROUBLE as error:
+            raise _meta_refused(error) from error
         pending: asyncio.Future[RendezvousEvent] | None = _next(events)
         try:
             while pending is not None or self._waves or self._failed_at is not None:
@@ -97,6 +100,8 @@ class Feeder:
             for task in leftovers:
                 task.cancel()
             await asyncio.gather(*leftovers, return_exceptions=True)
+            if isinstance(events, Closable):
+                await events.aclose()
 
     def _take(self, pending: asyncio.Future[RendezvousEvent]) -> bool:
         """Applies one event; False when the stream of events is over."""
@@ -109,7 +114,7 @@ class Feeder:
             if self._gathering.settled or self.answer_began:
                 log.warning("rendezvous %s is no longer followed: %s", self._ids.rendezvous_id, error)
                 return False
-            raise AttemptError(ErrorAnswer.make(503, f"meta service: {error}", 1), str(error), Blame.PROXY) from error
+            raise _meta_refused(error) from error
         self._apply(event)
         return True
 
@@ -232,6 +237,10 @@ class Feeder:
         headers = leg_headers(self._headers, ids.x_request_id)
         path, timeout_s = self._request.api.value, self._router.limits.prefill_s
         await run_prefill(self._router.session, target.address, path, body, headers, timeout_s)
+
+
+def _meta_refused(error: Exception) -> AttemptError:
+    return AttemptError(ErrorAnswer.make(503, f"meta service: {error}", 1), str(error), Blame.PROXY)
 
 
 def _judge(lease: Lease, failure: AttemptError) -> None:

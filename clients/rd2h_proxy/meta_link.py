@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol, runtime_checkable
 
 from rd2h_client.errors import ClientClosedError, MetaError, QueueFullError
 from rd2h_client.v1.rendezvous_pb2 import Outcome, RendezvousEvent
@@ -17,6 +17,14 @@ META_TROUBLE = (MetaError, QueueFullError, ClientClosedError)
 """Everything by which the client says that the service did not do what was asked."""
 
 
+@runtime_checkable
+class Closable(Protocol):
+    """An iterator that holds something until it is closed."""
+
+    async def aclose(self) -> None:
+        """Lets go of it."""
+
+
 class RendezvousApi(Protocol):
     """The part of `rd2h_client.MetaClient` that requests use."""
 
@@ -27,12 +35,12 @@ class RendezvousApi(Protocol):
     def await_children(
         self, rendezvous_id: str, expected_children: int, ttl_s: float
     ) -> AsyncIterator[RendezvousEvent]:
-        """Events of one rendezvous until it is closed; survives restarts of the service."""
+        """Events of one rendezvous until it is closed; survives restarts of the service. May have `aclose`."""
 
     async def cancel(self, rendezvous_id: str, reason: str, outcome: Outcome = ...) -> None:
         """Ends a rendezvous."""
 
-    async def report_failure(self, rendezvous_id: str, reason: str, request_ids: Sequence[str] = ()) -> None:
+    async def report_failure(self, rendezvous_id: str, reason: str, request_ids: Iterable[str] = ()) -> None:
         """Says that children will get no KV."""
 
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from rd2h_client.addresses import AddressError
+from rd2h_client.channels import OptionsError
 from rd2h_client.client import MetaClient
+from rd2h_client.errors import MetaError
 from rd2h_client.options import ClientOptions, TlsOptions
 
 from rd2h_proxy.app import make_app
@@ -53,10 +56,29 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with MetaClient(config.meta_service, client_options(config)) as client, running(config, client) as proxy:
+    try:
+        client = MetaClient(config.meta_service, client_options(config))
+    except (AddressError, OptionsError) as error:
+        raise ConfigError(f"--meta-service: {error}") from error
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        # The proxy comes up without the service; until that answers, requests get 503 and health checks say so.
+        client.start_connecting()
+        proxy = await stack.enter_async_context(running(config, client))
+        _run_beside(stack, _report_first_contact(client), "meta-first-contact")
         announce(f"rd2h proxy: serving on http://{proxy.address}")
         await stop.wait()
         log.info("stopping: no new connections, at most %g s for requests in flight", _DRAIN_S)
+
+
+async def _report_first_contact(client: MetaClient) -> None:
+    """Says once in the log whether the meta service accepts us; wrong credentials would show only per request."""
+    try:
+        stats = await client.stats()
+    except MetaError as error:
+        log.error("meta service %s: %s", client.target.url, error)
+    else:
+        log.info("meta service %s answers; %d rendezvous are open", client.target.url, stats.open)
 
 
 @asynccontextmanager

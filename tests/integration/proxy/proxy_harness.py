@@ -22,6 +22,7 @@ from rd2h_proxy import config as proxy_config
 from rd2h_proxy.service import RunningProxy, running
 
 DEADLINE_S = 20.0
+META_COMMAND = ("-m", "rd2h_meta.cli", "serve")
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -87,7 +88,7 @@ class Process:
 
 async def start_meta(listen: str = "127.0.0.1:0") -> Process:
     """A meta service process."""
-    return await Process.start(sys.executable, "-m", "rd2h_meta", "--listen", listen, marker="serving on")
+    return await Process.start(sys.executable, *META_COMMAND, "--listen", listen, marker="rd2h meta: serving on")
 
 
 def meta_address(process: Process) -> str:
@@ -95,11 +96,12 @@ def meta_address(process: Process) -> str:
     return process.ready_line.split("serving on ")[1].split()[0].removeprefix("grpc://")
 
 
-async def start_standin(role: str, meta: str, **script: Any) -> tuple[Process, str]:
+async def start_standin(role: str, meta: str, port: int = 0, **script: Any) -> tuple[Process, str]:
     """A stand-in engine as a process, and its address."""
     program = str(Path(__file__).with_name("proxy_standins.py"))
     process = await Process.start(
-        sys.executable, program, role, "--meta", meta, "--script", json.dumps(script), marker="ready "
+        *(sys.executable, program, role, "--meta", meta, "--port", str(port), "--script", json.dumps(script)),
+        marker="ready ",
     )
     return process, "127.0.0.1:" + process.ready_line.split()[1]
 

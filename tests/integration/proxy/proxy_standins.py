@@ -70,11 +70,11 @@ class Script:
     """Decode never advertises."""
 
 
-async def start_server(app: web.Application) -> tuple[web.AppRunner, int]:
-    """Listens on a free port of the loopback interface."""
+async def start_server(app: web.Application, port: int = 0) -> tuple[web.AppRunner, int]:
+    """Listens on the loopback interface; by default on a free port."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
+    site = web.TCPSite(runner, "127.0.0.1", port, backlog=2048)
     await site.start()
     return runner, runner.addresses[0][1]
 
@@ -169,7 +169,7 @@ class PrefillStandIn(StandIn):
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         app = web.Application(client_max_size=64 << 20)
         app.add_routes(self._common_routes())
-        self._runner, self.port = await start_server(app)
+        self._runner, self.port = await start_server(app, self.port)
 
     async def stop(self) -> None:
         await super().stop()
@@ -241,7 +241,7 @@ class DecodeStandIn(StandIn):
     async def start(self) -> None:
         app = web.Application(client_max_size=64 << 20)
         app.add_routes([*self._common_routes(), web.post("/kv", self._kv)])
-        self._runner, self.port = await start_server(app)
+        self._runner, self.port = await start_server(app, self.port)
 
     async def _kv(self, http: web.Request) -> web.Response:
         body = await http.json()
@@ -409,7 +409,7 @@ async def _program(args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     if args.role == "prefill":
-        prefill = PrefillStandIn(script=script, keep_bodies=False)
+        prefill = PrefillStandIn(script=script, keep_bodies=False, port=args.port)
         await prefill.start()
         print(f"ready {prefill.port}", flush=True)
         await stop.wait()
@@ -417,7 +417,7 @@ async def _program(args: argparse.Namespace) -> None:
         return
     async with MetaClient(args.meta) as meta:
         engine_id = args.engine_id or f"decode-{uuid.uuid4().hex[:6]}"
-        decode = DecodeStandIn(script=script, meta=meta, engine_id=engine_id, keep_bodies=False)
+        decode = DecodeStandIn(script=script, meta=meta, engine_id=engine_id, keep_bodies=False, port=args.port)
         await decode.start()
         print(f"ready {decode.port}", flush=True)
         await stop.wait()
@@ -431,6 +431,7 @@ def main(run: Callable[[Any], None] = asyncio.run) -> None:
     parser.add_argument("--meta", default="")
     parser.add_argument("--engine-id", default="")
     parser.add_argument("--script", default="{}")
+    parser.add_argument("--port", type=int, default=0)
     run(_program(parser.parse_args()))
 
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
-from proxy_harness import Chain, chain, meta_address, start_meta, until
+from proxy_harness import Chain, chain, until
 from proxy_standins import text_of
 from rd2h_proxy.breaker import BreakerState
 from rd2h_proxy.phase import Phase
-
-
-@pytest.fixture
-async def meta() -> AsyncIterator[str]:
-    process = await start_meta()
-    yield meta_address(process)
-    await process.kill()
 
 
 def answer(prompt: str, choice: int = 0, chunks: int = 4) -> str:
