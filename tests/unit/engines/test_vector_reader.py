@@ -150,6 +150,24 @@ def test_a_source_that_closes_between_two_calls_is_noticed():
     assert result.code == ReadCode.SESSION_LOST
 
 
+def test_bytes_of_a_foreign_process_are_not_made_good_by_a_later_call():
+    # The first call gets part of its bytes from a process without the proof; the rest comes from the right one.
+    own = ProofPage()
+    session = own.session
+    own.wipe()
+    source = ctypes.create_string_buffer(os.urandom(4096), 4096)
+    target = ctypes.create_string_buffer(4096)
+    place = (ctypes.c_char * PROOF_BYTES).from_address(session.proof_addr)
+
+    def prove(copied):
+        if copied >= 1024:
+            place.raw = session.proof
+
+    reader = SimulatedKernel([1024], on_bytes=prove)
+    result = reader.read(session, *arrays([ctypes.addressof(target)], [ctypes.addressof(source)], [4096]))
+    assert result.code == ReadCode.SESSION_LOST
+
+
 def test_an_unmapped_source_names_the_descriptor_and_not_our_address(page):
     source = ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
     target = ctypes.create_string_buffer(SIZE)
