@@ -150,17 +150,17 @@ class PullBook:
 
     def accept(self, received: Received, now_s: float, now_ns: int) -> tuple[Connection | None, Answer | None]:
         """Take in one frame; returns a connection to serve and an answer to send, each if there is one."""
-        connection = self.connections.get(received.identity)
         try:
             message = decode_from_prefill(received.payload)
         except WireError as error:
-            self._malformed(connection, received, error)
+            self._malformed(self.connections.get(received.identity), received, error)
             return None, None
         if isinstance(message, Ping):
             return None, Answer(encode_pong(self._options.generation, message.clock_ns))
         with self._lock:
+            connection = self.connections.get(received.identity)
             if isinstance(message, MfMeta):
-                connection = connection or self._admit(received)
+                connection = connection or self._admit(received, now_s)
                 return (None, None) if connection is None else self._enqueue(connection, message, now_s)
             if connection is None:
                 if not isinstance(message, ReadyHead):
@@ -297,13 +297,13 @@ class PullBook:
         connection.jobs.clear()
         self._fail_source(connection, reason, now_s)
 
-    def _admit(self, received: Received) -> Connection | None:
+    def _admit(self, received: Received, now_s: float) -> Connection | None:
         if len(self.connections) >= self._options.max_connections:
             idle = [c for c in self.connections.values() if not c.busy and not c.jobs]
             if not idle:
                 self._stats.add(messages_refused=1)
                 return None
-            del self.connections[min(idle, key=lambda c: c.heard_s).identity]
+            self._forget(min(idle, key=lambda c: c.heard_s), "too many Prefill connections", now_s)
         connection = Connection(received.identity, received.address, ReadLease.of(self._options.peer_timeout_s))
         self.connections[received.identity] = connection
         return connection

@@ -1,8 +1,10 @@
 """Decode's puller: answers every ready message, reads KV into its destination, reports each child once.
 
-One thread receives and never blocks on a read; a bounded set of reading threads serves connections side by side, one
-message at a time per connection, in order. ``PullBook`` holds all shared state under one lock that is never held during
-a read or a send.
+``read_threads + 1`` equal threads take messages in and serve them: the thread that receives a message also reads and
+answers, so nothing is handed over on the way. At most ``read_threads`` of them serve at a time, so one is always left
+to receive, however long reads take; and a connection is served by one thread at a time, in order. A keeper thread
+sends heartbeats and watches over time limits. ``PullBook`` holds all shared state under one lock that is never held
+during a read or a send.
 
 Bounds: ``max_connections`` connections (the longest silent one gives way), ``MAX_JOBS`` queued messages a connection,
 ``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not known yet,
@@ -10,19 +12,18 @@ Bounds: ``max_connections`` connections (the longest silent one gives way), ``MA
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rd2h.children import ChildSpec, Finished
 from rd2h.decode.book import Answer, PullBook, ReadTask
 from rd2h.decode.connection import Connection
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
-from rd2h.decode.router import Received, SharedRouter
-from rd2h.engines import ReadResult, TransferEngine
+from rd2h.decode.router import SharedRouter
+from rd2h.decode.service import ServiceQueue
+from rd2h.engines import READ_OK, TransferEngine
 from rd2h.errors import EngineError
 from rd2h.stats import TransferStats
 from rd2h.timeline import Timeline
@@ -31,11 +32,6 @@ from rd2h.wire import encode_ping, encode_stop_sending
 logger = logging.getLogger(__name__)
 
 CLOCK = time.CLOCK_BOOTTIME
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """Ends a reading thread."""
 
 
 class Puller:
@@ -52,14 +48,17 @@ class Puller:
         self._options, self._engine, self._stats, self._timeline = options, engine, stats, timeline
         self._book = PullBook(options, destination, stats)
         self._router = SharedRouter(options.bind_host, options.port)
-        self._ready: queue.SimpleQueue[Connection | _Stop] = queue.SimpleQueue()
+        self._queue = ServiceQueue(options.read_threads)
+        self._receiving = threading.Lock()
+        """Held from taking messages out of the socket until the book has them: their order must not change."""
         self._stopping = False
+        self._nudge = threading.Event()
         self._next_ping_s = 0.0
-        self._receiver = threading.Thread(target=self._receive_loop, name="rd2h-puller", daemon=True)
-        self._readers = [
-            threading.Thread(target=self._read_loop, name=f"rd2h-reader-{index}", daemon=True)
-            for index in range(options.read_threads)
+        self._threads = [
+            threading.Thread(target=self._serve_loop, name=f"rd2h-puller-{index}", daemon=True)
+            for index in range(options.read_threads + 1)
         ]
+        self._threads.append(threading.Thread(target=self._keep, name="rd2h-keeper", daemon=True))
 
     @property
     def port(self) -> int:
@@ -69,11 +68,11 @@ class Puller:
     @property
     def alive(self) -> bool:
         """Whether every thread of the data path runs."""
-        return self._receiver.is_alive() and all(reader.is_alive() for reader in self._readers)
+        return all(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
         """Start all threads."""
-        for thread in (self._receiver, *self._readers):
+        for thread in self._threads:
             thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -81,13 +80,12 @@ class Puller:
         self._stopping = True
         self._book.close()
         self._router.wake()
-        for _ in self._readers:
-            self._ready.put(_Stop())
+        self._nudge.set()
         deadline = time.monotonic() + timeout_s
-        for thread in (self._receiver, *self._readers):
+        for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        if not any(thread.is_alive() for thread in (self._receiver, *self._readers)):
+        if not any(thread.is_alive() for thread in self._threads):
             self._router.close()
 
     # --- the connector's worker thread ---
@@ -103,12 +101,12 @@ class Puller:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Fence requests that vLLM no longer wants, and tell their Prefills to stop."""
         for connection, generation, token in self._book.abort(request_ids, _now_s()):
-            self._router.send(connection.identity, encode_stop_sending(generation, [token]))
+            self._send_aside(connection.identity, encode_stop_sending(generation, [token]))
 
     def fail(self, token: bytes, reason: str) -> None:
         """End a child for a reason known elsewhere (its Prefill failed)."""
         for connection, generation in self._book.fail(token, reason, _now_s()):
-            self._router.send(connection.identity, encode_stop_sending(generation, [token]))
+            self._send_aside(connection.identity, encode_stop_sending(generation, [token]))
 
     def take_finished(self) -> list[Finished]:
         """Children that became final since the last call, each once in its life."""
@@ -121,66 +119,63 @@ class Puller:
         """(children being pulled, messages parked, reads in flight)."""
         return self._book.counts()
 
-    # --- receiving thread ---
+    def _submit(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            self._queue.put(connection)
+        if connections:
+            self._router.wake()
 
-    def _receive_loop(self) -> None:
+    def _send_aside(self, identity: bytes, payload: bytes) -> bool:
+        """Send from a thread that does not receive afterwards."""
+        sent = self._router.send(identity, payload)
+        if self._router.unattended:
+            self._router.wake()
+        return sent
+
+    # --- serving threads ---
+
+    def _serve_loop(self) -> None:
         try:
             while not self._stopping:
-                for received in self._router.receive(self._timeout_ms(), self._book.connections):
-                    self._take(received)
-                self._tick()
+                self._receive()
+                connection, more = self._queue.take()
+                if connection is None:
+                    self._router.wait()
+                    continue
+                if more:
+                    self._router.wake()
+                self._serve(connection)
+                self._queue.release()
         except Exception:
             logger.exception("rd2h puller thread died")
             raise
+        finally:
+            self._router.wake()  # pass a stop on to the next waiting thread
 
-    def _take(self, received: Received) -> None:
-        connection, answer = self._book.accept(received, _now_s(), _now_ns())
-        # Without its readers the data path is dead: silence lets health probes and Prefills notice.
-        if answer is not None and self.alive:
-            self._router.send(received.identity, answer.payload)
-        if connection is not None:
-            self._ready.put(connection)
-
-    def _timeout_ms(self) -> int | None:
-        wake_s = self._book.next_deadline_s()
-        if self._book.connections:
-            wake_s = self._next_ping_s if wake_s is None else min(wake_s, self._next_ping_s)
-        return None if wake_s is None else max(0, int((wake_s - _now_s()) * 1000) + 1)
-
-    def _tick(self) -> None:
-        now_s = _now_s()
-        self._submit(self._book.unpark_due(now_s))
-        if now_s < self._next_ping_s or not self._book.connections:
-            return
-        self._next_ping_s = now_s + self._options.ping_interval_s
-        for identity in self._book.to_ping(now_s):
-            if not self._router.send(identity, encode_ping(self._options.generation, _now_ns())):
-                self._book.drop(identity, "the connection to Prefill was lost", now_s)
-
-    def _submit(self, connections: Sequence[Connection]) -> None:
-        for connection in connections:
-            self._ready.put(connection)
-
-    # --- reading threads ---
-
-    def _read_loop(self) -> None:
-        try:
-            while not isinstance(connection := self._ready.get(), _Stop):
-                self._serve(connection)
-        except Exception:
-            logger.exception("rd2h reading thread died")
-            raise
+    def _receive(self) -> None:
+        with self._receiving:
+            for received in self._router.receive(self._book.connections):
+                connection, answer = self._book.accept(received, _now_s(), _now_ns())
+                if answer is not None:
+                    self._router.send(received.identity, answer.payload)
+                if connection is not None:
+                    self._queue.put(connection)
 
     def _serve(self, connection: Connection) -> None:
-        """Handle messages of one connection until none is left or the next must wait."""
+        """Handle messages of one connection until none is left, or the next must wait, or other connections wait."""
         while (step := self._book.next_step(connection, _now_s())) is not None:
+            if self._router.unattended:
+                self._router.wake()  # this step may take long
             answer = self._run(connection, step) if isinstance(step, ReadTask) else step
             if answer.open_session is not None:
                 answer = self._open(connection, answer)
             if answer.payload and not self._router.send(connection.identity, answer.payload):
                 self._book.drop(connection.identity, "the connection to Prefill was lost", _now_s())
+            if self._queue.others_wait:
+                self._queue.put(connection)  # still busy: its turn comes after theirs
+                return
         if connection.parked:
-            self._router.wake()  # the receiving thread watches over the parking time
+            self._nudge.set()  # the keeper watches over the parking time
 
     def _open(self, connection: Connection, answer: Answer) -> Answer:
         try:
@@ -193,7 +188,7 @@ class Puller:
         descriptors = task.descriptors
         begin = time.perf_counter()
         if task.nothing_to_read:
-            result = ReadResult(0)
+            result = READ_OK
         else:
             result = self._engine.batch_transfer_sync_read(
                 task.session, descriptors.local, descriptors.peer, descriptors.lengths
@@ -205,6 +200,33 @@ class Puller:
                 "layer_read", layer=task.head.layer_idx, bytes=descriptors.nbytes, requests=list(task.request_ids)
             )
         return answer
+
+    # --- keeper thread ---
+
+    def _keep(self) -> None:
+        try:
+            while not self._stopping:
+                self._tick()
+                self._nudge.wait(self._pause_s())
+                self._nudge.clear()
+        except Exception:
+            logger.exception("rd2h keeper thread died")
+            raise
+
+    def _pause_s(self) -> float:
+        due_s = self._book.next_deadline_s()
+        wake_s = self._next_ping_s if due_s is None else min(due_s, self._next_ping_s)
+        return max(0.0, wake_s - _now_s())
+
+    def _tick(self) -> None:
+        now_s = _now_s()
+        self._submit(self._book.unpark_due(now_s))
+        if now_s < self._next_ping_s:
+            return
+        self._next_ping_s = now_s + self._options.ping_interval_s
+        for identity in self._book.to_ping(now_s):
+            if not self._send_aside(identity, encode_ping(self._options.generation, _now_ns())):
+                self._book.drop(identity, "the connection to Prefill was lost", now_s)
 
 
 def _now_s() -> float:

@@ -1,13 +1,17 @@
-"""The ROUTER socket of a Decode rank, shared by the receiving thread and the reading threads.
+"""The ROUTER socket of a Decode rank, shared by all of its serving threads.
 
-ZeroMQ sockets are not thread-safe but may migrate between threads under a lock. So the receiving thread waits on the
-socket's file descriptor, without the lock, and everything that touches the socket holds it; an acknowledgement then
-goes out from the thread that did the read, without a hop through another one. The descriptor is edge-triggered:
-whoever touched the socket and finds messages waiting wakes the receiver.
+ZeroMQ sockets are not thread-safe but may migrate between threads under a lock. So threads wait on the socket's file
+descriptor, without the lock, and everything that touches the socket holds it: a message is answered by the thread that
+received it, without a hop through another one.
+
+The descriptor is edge-triggered, and any call on the socket may swallow its edge. Therefore whoever has touched the
+socket and sees messages waiting either takes them itself or wakes another thread (``unattended``, ``wake``). All
+threads wait on one edge-triggered epoll, which wakes one thread an edge, not all of them.
 """
 
 import select
 import threading
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +22,8 @@ from rd2h.wakeup import Wakeup
 from rd2h.wire import MAX_FRAME_BYTES
 
 HIGH_WATER = 100_000
-MAX_RECEIVE_BATCH = 256
+MAX_RECEIVE_BATCH = 16
+"""Small, so that reads of the first messages begin while another thread takes in the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class SharedRouter:
     def __init__(self, host: str, port: int) -> None:
         self._lock = threading.Lock()
         self._wakeup = Wakeup()
+        self.unattended = False
+        """Messages wait in the socket and no edge will tell; cleared by ``receive``."""
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         socket = self._socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -52,48 +59,55 @@ class SharedRouter:
             self._context.term()
             raise ConfigError(f"kv_port {port}: cannot listen on {address}: {error}", key="kv_port") from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._poll = select.poll()
-        self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
-        self._poll.register(self._wakeup.fd, select.POLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(int(socket.getsockopt(zmq.FD)), select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(self._wakeup.fd, select.EPOLLIN | select.EPOLLET)
 
     def wake(self) -> None:
-        """Make ``receive`` return."""
+        """Make one waiting thread (or the next one that waits) return from ``wait``."""
         self._wakeup.set()
 
-    def receive(self, timeout_ms: int | None, known: "dict[bytes, Any]") -> list[Received]:
-        """Wait for messages, a wake or the time limit; at most ``MAX_RECEIVE_BATCH``. Receiving thread only."""
-        batch = self._drain(known)
-        if batch:
-            return batch
-        self._poll.poll(timeout_ms)
-        self._wakeup.clear()
-        return self._drain(known)
+    def wait(self) -> None:
+        """Wait for messages or a wake; may return without either."""
+        self._epoll.poll(None, 1)
 
-    def _drain(self, known: "dict[bytes, Any]") -> list[Received]:
+    def receive(self, known: Container[bytes]) -> list[Received]:
+        """At most ``MAX_RECEIVE_BATCH`` messages that have arrived; wakes another thread when there may be more.
+
+        Two threads must not receive at once where the order of messages matters.
+        """
         batch: list[Received] = []
         with self._lock:
-            while len(batch) < MAX_RECEIVE_BATCH:
-                try:
-                    identity = self._socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
+            socket = self._socket
+            while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                if len(batch) == MAX_RECEIVE_BATCH:
+                    self._wakeup.set()
                     break
-                address = ""
-                if identity in known:
-                    payload = self._socket.recv(zmq.NOBLOCK)
-                else:
-                    frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-                    payload = frame.bytes
-                    address = str(frame.get("Peer-Address"))
-                extra = []
-                while self._socket.getsockopt(zmq.RCVMORE):
-                    extra.append(self._socket.recv(zmq.NOBLOCK))
-                if payload == b"" and len(extra) == 1:
-                    payload, extra = extra[0], []
-                batch.append(Received(identity, b"" if extra else payload, address))
+                batch.append(self._take(socket, known))
+            self.unattended = False
         return batch
 
+    def _take(self, socket: "zmq.Socket[bytes]", known: Container[bytes]) -> Received:
+        identity = socket.recv(zmq.NOBLOCK)
+        address = ""
+        if identity in known:
+            payload = socket.recv(zmq.NOBLOCK)
+        else:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            payload = frame.bytes
+            address = str(frame.get("Peer-Address"))
+        extra = []
+        while socket.getsockopt(zmq.RCVMORE):
+            extra.append(socket.recv(zmq.NOBLOCK))
+        if payload == b"" and len(extra) == 1:
+            payload, extra = extra[0], []
+        return Received(identity, b"" if extra else payload, address)
+
     def send(self, identity: bytes, payload: bytes) -> bool:
-        """Send from any thread; False when the peer is gone or takes no more."""
+        """Send from any thread; False when the peer is gone or takes no more.
+
+        The caller looks at ``unattended`` before it does anything that takes long.
+        """
         with self._lock:
             try:
                 self._socket.send_multipart((identity, b"", payload), zmq.NOBLOCK)
@@ -102,9 +116,8 @@ class SharedRouter:
                 if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                     raise
                 sent = False
-            waiting = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if waiting:
-            self._wakeup.set()
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self.unattended = True
         return sent
 
     def close(self) -> None:
@@ -112,4 +125,5 @@ class SharedRouter:
         with self._lock:
             self._socket.close(0)
         self._context.term()
+        self._epoll.close()
         self._wakeup.close()
