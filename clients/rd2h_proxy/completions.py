@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rd2h_proxy.attempt import Attempt
-from rd2h_proxy.errors import ProxyError
+from rd2h_proxy.errors import ProxyError, UnavailableError
 from rd2h_proxy.failure import AttemptError, Blame
 from rd2h_proxy.journal import Journal, RequestRecord
 from rd2h_proxy.leg_body import LegIds
@@ -20,7 +20,7 @@ from rd2h_proxy.phase import Phase
 from rd2h_proxy.pool import EnginePool, Filter, Lease
 from rd2h_proxy.relay import ClientGoneError, StreamCutError, error_response, relay
 from rd2h_proxy.router import Router
-from rd2h_proxy.target import Target, layout_conflict
+from rd2h_proxy.target import Target, pair_conflict
 from rd2h_proxy.whole import WholeAttempt
 
 _UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
@@ -157,15 +157,28 @@ class CompletionHandler:
     async def _acquire(self, pool: EnginePool, work: int, fits: Filter, exclude: frozenset[str]) -> Lease:
         hopeful = pool.usable(fits, exclude)
         timeout_s = self._limits.queue_s if hopeful else min(self._limits.queue_s, self._limits.no_engine_s)
-        return await pool.acquire(work, timeout_s, fits, exclude)
+        try:
+            return await pool.acquire(work, timeout_s, fits, exclude)
+        except UnavailableError as error:
+            if pool is self._router.decode and (conflict := await self._conflict()):
+                raise UnavailableError(f"no Prefill engine fits a Decode engine: {conflict}") from error
+            raise
+
+    async def _conflict(self) -> str:
+        """What keeps usable engines apart, in the words of the meta service; empty when it is something else."""
+        for decode in self._router.decode.usable():
+            for prefill in self._router.prefill.usable():
+                pair = pair_conflict(prefill, decode)
+                if pair is not None:
+                    return await self._router.meta.explain_conflict(*pair)
+        return ""
 
     def _decode_filter(self, tried: _Tried) -> Filter:
         """Decode is only worth asking when some Prefill engine could feed it."""
 
         def fits(decode: Target) -> bool:
             return any(
-                layout_conflict(prefill, decode) is None
-                for prefill in self._router.prefill.usable(exclude=tried.prefill)
+                pair_conflict(prefill, decode) is None for prefill in self._router.prefill.usable(exclude=tried.prefill)
             )
 
         return fits

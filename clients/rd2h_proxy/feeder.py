@@ -22,7 +22,7 @@ from rd2h_proxy.phase import Phase
 from rd2h_proxy.pool import Lease
 from rd2h_proxy.prefill_leg import NotAcceptedError, run_prefill
 from rd2h_proxy.router import Router
-from rd2h_proxy.target import Target, layout_conflict
+from rd2h_proxy.target import Target, pair_conflict
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ class Feeder:
             self._gathering.advertised(child, self._now())
         except BadAdvertError as error:
             raise engine_failure(Blame.DECODE, self._decode.target.address, str(error)) from error
+        self._router.membership.learn(child.engine_id, self._decode.target.address)
         sizes = self._request.prompt_sizes
         if not self._request.sizes_are_tokens and not self._request.media_tokens:
             self._router.ratio.learn(sizes[child.prompt_index], child.prompt_tokens)
@@ -227,7 +228,7 @@ class Feeder:
             raise AttemptError(error.answer, str(error), Blame.PROXY) from error
 
     def _fits(self, target: Target) -> bool:
-        return layout_conflict(target, self._decode.target) is None
+        return pair_conflict(target, self._decode.target) is None
 
     async def _send(self, target: Target, children: Sequence[Child], number: int) -> None:
         # Two waves may be on one engine at a time, and engine request ids must differ.

@@ -43,6 +43,9 @@ class RendezvousApi(Protocol):
     async def report_failure(self, rendezvous_id: str, reason: str, request_ids: Iterable[str] = ()) -> None:
         """Says that children will get no KV."""
 
+    async def check_compatibility(self, prefill_engine_id: str, decode_engine_id: str) -> None:
+        """Raises MetaError with the first field that differs."""
+
 
 class MetaLink:
     """Tells requests whether the meta service is there, and lets them wait for its return for a bounded time."""
@@ -79,6 +82,14 @@ class MetaLink:
     def unavailable(self) -> UnavailableError:
         """The error for a request that the outage ends."""
         return UnavailableError(f"the meta service did not answer within {self.outage_limit_s:g} s")
+
+    async def explain_conflict(self, prefill_engine_id: str, decode_engine_id: str) -> str:
+        """Why two engines do not fit, for an error message."""
+        try:
+            await self.api.check_compatibility(prefill_engine_id, decode_engine_id)
+        except META_TROUBLE as error:
+            return f"{prefill_engine_id} and {decode_engine_id}: {error}"
+        return f"{prefill_engine_id} and {decode_engine_id}: their layouts differ"
 
     async def _poll(self) -> None:
         while not self.api.connected:

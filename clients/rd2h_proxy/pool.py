@@ -208,7 +208,9 @@ class EnginePool:
         free = [target for target in self.usable(fits, exclude) if target.has_room()]
         if not free:
             return None
-        target = least_work(free)
+        # Decode without room for the KV would keep the request in its queue while another could begin at once.
+        roomy = [target for target in free if not target.lacks_kv_room(work_tokens)]
+        target = least_work(roomy or free)
         self._choices += 1
         target.chosen_at = self._choices
         target.in_flight += 1

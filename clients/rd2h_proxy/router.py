@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from rd2h_proxy.background import Background
+from rd2h_proxy.membership import Membership
 from rd2h_proxy.meta_link import MetaLink
 from rd2h_proxy.pool import EnginePool
 from rd2h_proxy.token_ratio import TokenRatio
@@ -37,6 +38,7 @@ class Router:
     session: aiohttp.ClientSession
     prefill: EnginePool
     decode: EnginePool
+    membership: Membership
     meta: MetaLink
     metaserver: str
     """Address of the meta service as Decode knows it."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from rd2h_client.addresses import AddressError
@@ -25,6 +25,7 @@ from rd2h_proxy.config import ProxyConfig
 from rd2h_proxy.engine_http import make_session
 from rd2h_proxy.errors import ConfigError
 from rd2h_proxy.journal import Journal
+from rd2h_proxy.membership import EngineWatcher, Membership
 from rd2h_proxy.meta_link import MetaLink, RendezvousApi
 from rd2h_proxy.pool import EnginePool
 from rd2h_proxy.probe import Prober
@@ -34,6 +35,10 @@ from rd2h_proxy.target import Role, Target
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 30.0
+
+
+class MetaApi(RendezvousApi, EngineWatcher, Protocol):
+    """Everything that the proxy asks of `rd2h_client.MetaClient`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ async def _report_first_contact(client: MetaClient) -> None:
 
 
 @asynccontextmanager
-async def running(config: ProxyConfig, client: RendezvousApi) -> AsyncIterator[RunningProxy]:
+async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[RunningProxy]:
     """A proxy that listens while the context lasts.
 
     Raises:
@@ -110,23 +115,33 @@ def _bound_address(host: str, runner: web.AppRunner) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
-async def _build(config: ProxyConfig, client: RendezvousApi, stack: AsyncExitStack) -> Router:
+async def _build(config: ProxyConfig, client: MetaApi, stack: AsyncExitStack) -> Router:
     """Makes what requests use. Everything registers its end on `stack`."""
     session = await stack.enter_async_context(make_session(config.stream_idle_s))
     prefill = EnginePool(Role.PREFILL, config.max_waiting, time.monotonic)
     decode = EnginePool(Role.DECODE, config.max_waiting, time.monotonic, depends_on=prefill)
-    for pool, addresses, limit in (
-        (prefill, config.prefill, config.prefill_limit),
-        (decode, config.decode, config.decode_limit),
-    ):
+    pools = {Role.PREFILL: prefill, Role.DECODE: decode}
+    limits = {Role.PREFILL: config.prefill_limit, Role.DECODE: config.decode_limit}
+    for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
         for address in addresses:
-            pool.add(Target(pool.role, address, limit, static=True))
+            pools[role].add(Target(role, address, limits[role], static=True))
+    membership = Membership(pools, limits, config.discover)
     meta = MetaLink(client, config.meta_outage_s)
     stack.push_async_callback(meta.close)
     background = Background()
     stack.push_async_callback(background.close, 5.0)
-    router = Router(session, prefill, decode, meta, config.meta_advertised, config.attempt, background)
+    router = Router(
+        session=session,
+        prefill=prefill,
+        decode=decode,
+        membership=membership,
+        meta=meta,
+        metaserver=config.meta_advertised,
+        limits=config.attempt,
+        background=background,
+    )
     _run_beside(stack, Prober(session, (prefill, decode)).run(), "prober")
+    _run_beside(stack, membership.run(client), "membership")
     return router
 
 

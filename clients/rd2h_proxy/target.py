@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,6 +82,12 @@ class Target:
                 return f"{engine.engine_id} is starting"
         return None
 
+    def lacks_kv_room(self, tokens: int) -> bool:
+        """Whether the engines report less free KV than `tokens`. Unknown counts as room enough."""
+        return any(
+            engine.load.total_kv_tokens > 0 and engine.load.free_kv_tokens < tokens for engine in self.engines.values()
+        )
+
     def has_room(self) -> bool:
         """Whether the concurrency limit lets one more request in."""
         return self.in_flight < self.limit
@@ -103,19 +109,21 @@ class Target:
             callback(reason)
 
 
-def layout_conflict(prefill: Target, decode: Target) -> tuple[str, str] | None:
-    """Engine ids of a Prefill and a Decode engine whose registered layouts differ; None when nothing speaks against.
+def pair_conflict(prefill: Target, decode: Target) -> tuple[str, str] | None:
+    """Engine ids of a Prefill and a Decode engine that do not fit together; None when nothing speaks against.
 
-    Engines that have not told their layout are given the benefit of the doubt: their connectors check it as well.
+    Compares the layouts' fingerprints and the tensor-parallel sizes. Engines that have not told their layout are
+    given the benefit of the doubt: their connectors check it as well.
     """
-    for p_engine, d_engine in _pairs(prefill, decode):
-        p_print, d_print = p_engine.layout.fingerprint, d_engine.layout.fingerprint
-        if p_print and d_print and p_print != d_print:
-            return p_engine.engine_id, d_engine.engine_id
+    for p_engine in prefill.engines.values():
+        for d_engine in decode.engines.values():
+            if not _fit(p_engine, d_engine):
+                return p_engine.engine_id, d_engine.engine_id
     return None
 
 
-def _pairs(prefill: Target, decode: Target) -> Iterator[tuple[Engine, Engine]]:
-    for p_engine in prefill.engines.values():
-        for d_engine in decode.engines.values():
-            yield p_engine, d_engine
+def _fit(prefill: Engine, decode: Engine) -> bool:
+    p_print, d_print = prefill.layout.fingerprint, decode.layout.fingerprint
+    if p_print and d_print and p_print != d_print:
+        return False
+    return decode.tp_size == 0 or (prefill.tp_size >= decode.tp_size and prefill.tp_size % decode.tp_size == 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import secrets
 import signal
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 import aiohttp
 from aiohttp import web
 from rd2h_client.client import MetaClient
+from rd2h_client.registration import Registration
+from rd2h_client.v1.engine_registry_pb2 import Engine, EngineRole, EngineState, Layout
 from rd2h_client.v1.rendezvous_pb2 import Child, Outcome
 
 
@@ -97,10 +100,34 @@ class StandIn:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    registration: Registration | None = None
+
     async def stop(self) -> None:
+        if self.registration is not None:
+            await self.registration.close()
+            self.registration = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def register(self, client: MetaClient, engine_id: str, kv_dtype: str = "bfloat16", **fields: Any) -> None:
+        """Joins the registry as a serving engine."""
+        decode = isinstance(self, DecodeStandIn)
+        layout = Layout(wire_version=1, transfer_backend="host", model="m", kv_dtype=kv_dtype, block_size_tokens=16)
+        layout.fingerprint = hashlib.sha256(kv_dtype.encode()).digest()
+        engine = Engine(
+            engine_id=engine_id,
+            generation=secrets.randbits(63) or 1,
+            role=EngineRole.ENGINE_ROLE_DECODE if decode else EngineRole.ENGINE_ROLE_PREFILL,
+            host="127.0.0.1" if decode else "",
+            base_port=self.port if decode else 0,
+            tp_size=1,
+            http_address=self.address,
+            state=EngineState.ENGINE_STATE_SERVING,
+            layout=layout,
+        )
+        engine.MergeFrom(Engine(**fields))
+        self.registration = await client.register(engine)
 
     async def _health(self, _http: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
