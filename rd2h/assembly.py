@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rd2h import vllm_compat
-from rd2h.caches import cache_layout, kv_dtype, layer_slots
+from rd2h.caches import cache_layout, kv_dtype, layer_slots, storage_regions
 from rd2h.config import ConnectorConfig
 from rd2h.control import ControlPlane, Identity
 from rd2h.decode.destination import Destination
@@ -25,9 +25,10 @@ from rd2h.engines import (
     TransferEngine,
     create_engine,
 )
+from rd2h.engines.suppressed import SuppressedReads
 from rd2h.errors import ConfigError
 from rd2h.groups import CacheGroups, infer_groups
-from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map, merge_spans
+from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.prefill.scheduler import PrefillScheduler
 from rd2h.prefill.worker import PrefillWorker
@@ -147,6 +148,10 @@ class DecodeSchedulerSide:
         if self.control is not None:
             self.control.note_load(running, self.half.pulling)
 
+    def take_stats(self) -> dict[str, float]:
+        """Counters since the last call."""
+        return self.half.stats.take()
+
     def close(self) -> None:
         """Deregister."""
         if self.control is not None:
@@ -226,7 +231,7 @@ class DecodeWorkerSide:
         if not values:
             return {}
         children, parked, reads = self.puller.counts()
-        return {**values, "children_pulling": children, "messages_parked": parked, "reads_in_flight": reads}
+        return {**values, "children_pulling": children, "connections_parked": parked, "reads_in_flight": reads}
 
     def close(self) -> None:
         """End the puller, then the engine."""
@@ -240,8 +245,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
     handshake = _handshake(facts, layout, kv_caches)
     engine = _engine(facts, kv_caches)
     engine.initialize(EngineRole.PREFILL)
-    spans = merge_spans(tensor for layer in layout.layers for tensor in layer.tensors)
-    engine.register_memory([MemoryRegion(address, length) for address, length in spans])
+    engine.register_memory([MemoryRegion(address, length) for address, length in storage_regions(kv_caches)])
     rank, config = vllm_compat.tp_rank(), facts.config
     slots = layer_slots(layout)
     memory = SourceMemory(
@@ -301,8 +305,6 @@ def _handshake(facts: EngineFacts, layout: CacheLayout, kv_caches: Mapping[str, 
 
 def _engine(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> TransferEngine:
     config = facts.config
-    if config.debug_suppress_reads:
-        return create_engine("null")
     options: EngineOptions | None = None
     if config.transfer_backend == "memfabric":
         first = next(iter(kv_caches.values()))
@@ -313,4 +315,5 @@ def _engine(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> TransferEngine:
             MemfabricProtocol.parse(config.memfabric_transfer_protocol),
             config.memfabric_store_url,
         )
-    return create_engine(config.transfer_backend, options)
+    engine = create_engine(config.transfer_backend, options)
+    return SuppressedReads(engine) if config.debug_suppress_reads else engine

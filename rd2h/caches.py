@@ -48,6 +48,16 @@ def layer_slots(layout: CacheLayout) -> list[tuple[Slot, ...]]:
     return slots
 
 
+def storage_regions(kv_caches: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(address, bytes) of every distinct storage under the caches: what a transfer engine registers."""
+    storages = {}
+    for cache in kv_caches.values():
+        for tensor in _tensors(cache):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sorted(storages.items())
+
+
 def kv_dtype(kv_caches: Mapping[str, Any]) -> str:
     """Data type of the first main cache, e.g. "bfloat16"."""
     for name, cache in kv_caches.items():

@@ -1,8 +1,8 @@
 """Life of a child request on one Decode rank: pulling, fenced, held, finished; each reported exactly once.
 
-A child is *fenced* when no new read may start for it: it was aborted, or it failed. It becomes final only when no read
-A child is *fenced* when no new read may start for it: it was aborted, or failed. It becomes final only when no read
-still land). Only then is it reported, and only then may vLLM reuse its blocks. Pure state; time is passed in.
+A child is *fenced* when no new read may start for it: it was aborted, it failed, or it is complete. It becomes final
+only when no read on it is in flight and its hold is over (after an engine error bytes may still land). Only then is it
+reported, and only then may vLLM reuse its blocks. Pure state; time is passed in.
 """
 
 from collections import OrderedDict
@@ -120,11 +120,11 @@ class ChildTable:
         """A destination is known and may be written; a token that was already refused is reported failed at once."""
         if spec.token in self._children:
             raise StateError(f"token of {spec.request_id!r} is already in use")
+        if spec.request_id in self._tokens:
+            raise StateError(f"{spec.request_id!r} is already being pulled")
         if (reason := self._remembered.get(spec.token)) is not None:
             self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, reason))
             return
-        if spec.request_id in self._tokens:
-            raise StateError(f"{spec.request_id!r} is already being pulled")
         if len(self._children) >= MAX_CHILDREN:
             raise QueueFullError(f"{MAX_CHILDREN} children are already being pulled")
         self._children[spec.token] = Child(spec, now_s + self.idle_timeout_s)
@@ -183,6 +183,9 @@ class ChildTable:
         """Contributor ``member`` says that its last layer of the last chunk is out; proof is the ledger."""
         child = self._children.get(token)
         if child is None or child.state is not ChildState.PULLING:
+            return
+        if child.ledger is not None and not 0 <= member < child.ledger.contributors:
+            self.fail(token, f"contributor {member} is not one of the {child.ledger.contributors} seen before", now_s)
             return
         if child.ledger is None or not child.ledger.complete(member):
             owed = child.ledger.missing(member) if child.ledger else "every block"

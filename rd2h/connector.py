@@ -130,13 +130,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Metadata of this step."""
+        scheduled = vllm_compat.scheduled_requests(scheduler_output)
         if self._producer:
-            scheduled = vllm_compat.scheduled_requests(scheduler_output)
             finished = list(scheduler_output.finished_req_ids)
             return StepMetadata(self._prefill().half.step(scheduled, finished))
         side = self._decode()
-        side.note_load(len(scheduler_output.num_scheduled_tokens))
-        return StepMetadata(side.half.step())
+        side.note_load(len(scheduled))
+        return StepMetadata(side.half.step(scheduled))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: gates and fences protect what is still being read."""
@@ -251,7 +251,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> Rd2hStats | None:
         """Counters since the last call."""
-        side = self._prefill_worker or self._decode_worker
+        side = self._prefill_worker or self._decode_worker or self._decode_scheduler
         values = side.take_stats() if side is not None else {}
         return Rd2hStats(values) if values else None
 

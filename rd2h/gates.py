@@ -103,7 +103,7 @@ class SlotGates:
         if seqs is None:
             gone = [entry for (owner, _), entry in self._entries.items() if owner == endpoint]
         else:
-            found = (self._entries.get((endpoint, seq)) for seq in seqs)
+            found = (self._entries.get((endpoint, seq)) for seq in dict.fromkeys(seqs))
             gone = [entry for entry in found if entry is not None]
         for entry in gone:
             self._remove(entry)

@@ -8,7 +8,7 @@ from rd2h.stats import FIELDS
 
 GAUGES = {
     "children_pulling": "children whose KV is being pulled now",
-    "messages_parked": "ready messages that wait for their destination now",
+    "connections_parked": "Prefill connections whose next message waits for its destination now",
     "reads_in_flight": "engine reads running now",
     "messages_unacknowledged": "ready messages that Decode has not acknowledged yet",
 }

@@ -25,6 +25,7 @@ FIELDS: Mapping[str, str] = {
     "messages_refused": "ready messages that were refused as a whole",
     "messages_parked": "ready messages that waited for their destination",
     "frames_malformed": "frames dropped because they were malformed",
+    "prompt_tokens_computed": "prompt tokens that Decode computed itself: one for each request whose KV was pulled",
     "children_done": "children that received all their KV",
     "children_failed": "children that ended failed",
     "children_aborted": "children that were aborted while waiting for KV",

@@ -21,9 +21,12 @@ class TpMapping:
     @classmethod
     def of(cls, p_tp: int, d_tp: int) -> "TpMapping":
         """Validate the two sizes; raises TopologyError naming both."""
-        for name, size in (("Prefill", p_tp), ("Decode", d_tp)):
+        for size in (p_tp, d_tp):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise TopologyError(f"{name} tensor-parallel size must be a whole number of at least 1, got {size!r}")
+                raise TopologyError(
+                    f"tensor-parallel sizes must be whole numbers of at least 1, got {p_tp!r} (Prefill) and "
+                    f"{d_tp!r} (Decode)"
+                )
         if p_tp < d_tp or p_tp % d_tp:
             raise TopologyError(
                 f"Prefill tensor-parallel size {p_tp} must be a multiple of Decode tensor-parallel size {d_tp}"

@@ -19,6 +19,8 @@ class ScheduledRequest:
     num_scheduled_tokens: int
     block_ids: Sequence[Sequence[int]] | None
     fresh: bool
+    prompt_tokens: int | None = None
+    """Prompt length, for a request that is scheduled for the first time."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,9 @@ def scheduled_requests(output: Any) -> list[ScheduledRequest]:
     """The scheduled requests of a vLLM ``SchedulerOutput``."""
     counts = output.num_scheduled_tokens
     requests = [
-        ScheduledRequest(new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids, True)
+        ScheduledRequest(
+            new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids, True, _prompt_tokens(new)
+        )
         for new in output.scheduled_new_reqs
     ]
     cached = output.scheduled_cached_reqs
@@ -67,6 +71,12 @@ def scheduled_requests(output: Any) -> list[ScheduledRequest]:
             )
         )
     return requests
+
+
+def _prompt_tokens(new: Any) -> int:
+    if new.prompt_token_ids is not None:
+        return len(new.prompt_token_ids)
+    return 0 if new.prompt_embeds is None else int(new.prompt_embeds.shape[0])
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:

@@ -12,8 +12,10 @@ from rd2h.errors import QueueFullError, RequestError
 from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
 from rd2h.params import external_id, parse_remote_prefill, place_of
+from rd2h.stats import TransferStats
 from rd2h.steps import DecodeStep, Pull
 from rd2h.timeline import Timeline
+from rd2h.vllm_compat import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class DecodeScheduler:
         self._aborts: list[str] = []
         self._refused: list[tuple[str, str]] = []
         self._generations: frozenset[int] = frozenset()
+        self._prompts: dict[str, int] = {}
+        self.stats = TransferStats()
 
     @property
     def pulling(self) -> int:
@@ -91,6 +95,7 @@ class DecodeScheduler:
 
     def finished(self, request_id: str, params: dict[str, Any]) -> None:
         """vLLM ends a request: fence it if its KV is still coming, take it back if it was never advertised."""
+        self._prompts.pop(request_id, None)
         entry = self._pulling.get(request_id)
         if entry is not None:
             if entry.state is PullState.PULLING and entry.advert is not None:
@@ -116,8 +121,9 @@ class DecodeScheduler:
             else:
                 self._withdraw(entry.advert, "done", "")
 
-    def step(self) -> DecodeStep:
+    def step(self, scheduled: Sequence[ScheduledRequest]) -> DecodeStep:
         """Metadata of one engine step."""
+        self._count_computed(scheduled)
         failures: list[tuple[bytes, str]] = []
         generations = None
         if self._control is not None:
@@ -131,6 +137,22 @@ class DecodeScheduler:
         step = DecodeStep(self._pulls, self._aborts, failures, self._refused, generations)
         self._pulls, self._aborts, self._refused = [], [], []
         return step
+
+    def _count_computed(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Count prompt tokens that this engine computes; requests past their prompt cost a dictionary miss."""
+        tokens = 0
+        for request in scheduled:
+            if request.prompt_tokens is not None:
+                self._prompts[request.request_id] = request.prompt_tokens
+            prompt = self._prompts.get(request.request_id)
+            if prompt is None:
+                continue
+            end = request.num_computed_tokens + request.num_scheduled_tokens
+            tokens += max(0, min(end, prompt) - request.num_computed_tokens)
+            if end >= prompt:
+                del self._prompts[request.request_id]
+        if tokens:
+            self.stats.add(prompt_tokens_computed=tokens)
 
     def _advertise(self, request_id: str, params: dict[str, Any], prompt_tokens: int, external_tokens: int) -> Advert:
         if self._control is None:

@@ -11,7 +11,8 @@ from rd2h.demo.launcher import Launcher
 from rd2h.demo.lifetime import LaunchError
 from rd2h.demo.ports import LOOPBACK, free_port
 from rd2h.demo.process import ManagedProcess
-from rd2h.demo.timeline import ENVIRONMENT_KEY, TimelineFile
+from rd2h.demo.timeline import TimelineFile
+from rd2h.timeline import ENVIRONMENT
 
 COMPONENT_TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -92,7 +93,7 @@ class Chain:
                 **self.kv_extra,
                 **extra,
             },
-            env={ENVIRONMENT_KEY: str(timeline.path)},
+            env={ENVIRONMENT: str(timeline.path)},
         )
         return ConnectedEngine(self.launcher.start_engine(full, port), timeline, full.kv_port)
 

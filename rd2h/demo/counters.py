@@ -71,7 +71,7 @@ class PromptCounters:
             return int(page.total("vllm:prompt_tokens_by_source_total", source=source))
 
         return cls(
-            computed_tokens=prompt_tokens("local_compute"),
+            computed_tokens=int(page.total("rd2h_prompt_tokens_computed_total")),
             cached_tokens=prompt_tokens("local_cache_hit"),
             external_tokens=prompt_tokens("external_kv_transfer"),
             pulled_bytes=int(page.total("rd2h_pulled_bytes_total")),

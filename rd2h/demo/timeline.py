@@ -1,6 +1,6 @@
 """What happened when: reads the events that the connectors write and shows them beside the client's.
 
-The connector appends one JSON object a line to the file named by the environment variable RD2H_TIMELINE:
+The connector appends one JSON object a line (rd2h/timeline.py):
 {"t": unix seconds, "role": "P" | "D", "event": ..., "request": id, "layer": number, "bytes": number}.
 """
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT_KEY = "RD2H_TIMELINE"
 READ_EVENT = "layer_read"
 _MAX_LINES = 40
 

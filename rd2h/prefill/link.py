@@ -75,8 +75,8 @@ class Link:
         return seen
 
     def receive(self) -> Iterator[bytes]:
-        """Payloads that have arrived; an empty delimiter frame is tolerated."""
-        while True:
+        """Payloads that have arrived; an empty delimiter frame is tolerated. Ends when handling one closes the link."""
+        while not self._socket.closed:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

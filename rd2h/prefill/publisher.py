@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from rd2h.errors import QueueFullError, StateError, WireError
+from rd2h.errors import QueueFullError, WireError
 from rd2h.gates import GateEntry, Slot, SlotGates, Writes
 from rd2h.prefill.endpoint import MAX_OUTBOX, Endpoint, EndpointChunk, EndpointKey, EndpointState, LayerMessage
 from rd2h.prefill.link import Link, LinkEvent
@@ -123,7 +123,11 @@ class Publisher:
         failures: list[Refusal] = []
         with self._changed:
             if self._stopping:
-                raise StateError("the publisher is closed")
+                # A dead publisher costs these requests, never the engine.
+                failures = [
+                    Refusal(token, "the publisher is not running") for chunk in chunks for token in chunk.tokens
+                ]
+                chunks = ()
             for chunk in chunks:
                 try:
                     endpoint = self._endpoint(chunk.key, now)

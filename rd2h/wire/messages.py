@@ -129,7 +129,7 @@ class StopSending:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Decode's heartbeat: its generation and clock, echoed unchanged in ``Pong``. Decode's own health probe sends it too."""
+    """Decode's heartbeat (also its own health probe): its generation and clock, echoed unchanged in ``Pong``."""
 
     generation: int
     clock_ns: int
