@@ -13,15 +13,24 @@ from aiohttp.typedefs import Handler
 from rd2h_proxy.completions import CompletionHandler
 from rd2h_proxy.engine_http import AnswerTooLargeError, leg_headers, read_bounded
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
+from rd2h_proxy.journal import Journal
+from rd2h_proxy.metrics import CONTENT_TYPE as METRICS_TYPE
+from rd2h_proxy.metrics import ProxyMetrics
 from rd2h_proxy.pool import EnginePool
 from rd2h_proxy.relay import ClientGoneError, error_response
 from rd2h_proxy.router import Router
+from rd2h_proxy.status_page import StatusPage
 from rd2h_proxy.target import Target
 
 log = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 30.0
 _MAX_PASS_BYTES = 16 << 20
+# The page shows what clients and engines sent, escaped; should that ever fail, nothing of it may run.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+}
 
 
 class Operations:
@@ -126,9 +135,17 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.Response(status=499)
 
 
-def make_app(router: Router, completions: CompletionHandler, max_body_bytes: int) -> web.Application:
+def make_app(router: Router, completions: CompletionHandler, journal: Journal, max_body_bytes: int) -> web.Application:
     """The routes. Anything else is 404."""
     operations = Operations(router)
+    metrics, page = ProxyMetrics(router, journal), StatusPage(router, journal)
+
+    async def show_metrics(_http: web.Request) -> web.StreamResponse:
+        return web.Response(body=metrics.render().encode(), headers={"Content-Type": METRICS_TYPE})
+
+    async def show_page(_http: web.Request) -> web.StreamResponse:
+        return web.Response(text=page.render(), content_type="text/html", headers=_PAGE_HEADERS)
+
     app = web.Application(client_max_size=max_body_bytes, middlewares=[errors_as_json])
     app.add_routes(
         [
@@ -140,6 +157,8 @@ def make_app(router: Router, completions: CompletionHandler, max_body_bytes: int
             web.post("/reset_prefix_cache", operations.reset_prefix_cache),
             web.get("/health", operations.health),
             web.get("/healthcheck", operations.healthcheck),
+            web.get("/metrics", show_metrics),
+            web.get("/", show_page),
         ]
     )
     return app

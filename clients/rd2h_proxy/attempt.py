@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.feeder import Feeder
+from rd2h_proxy.journal import RequestRecord
 from rd2h_proxy.leg_body import LegIds, decode_body, encode
 from rd2h_proxy.meta_link import META_TROUBLE
 from rd2h_proxy.openai_request import OpenAiRequest
@@ -39,7 +40,7 @@ class Attempt:
         ids: LegIds,
         lease: Lease,
         client_headers: Mapping[str, str],
-        on_phase: Callable[[Phase], None],
+        record: RequestRecord,
         exclude_prefill: frozenset[str],
     ) -> None:
         self._router = router
@@ -47,8 +48,8 @@ class Attempt:
         self._ids = ids
         self._lease = lease
         self._headers = client_headers
-        self._on_phase = on_phase
-        self._feeder = Feeder(router, request, ids, lease, client_headers, on_phase, exclude_prefill)
+        self._record = record
+        self._feeder = Feeder(router, request, ids, lease, client_headers, record, exclude_prefill)
         self._feed: asyncio.Task[None] | None = None
         self._answer: EngineAnswer | None = None
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -72,7 +73,7 @@ class Attempt:
         Raises:
             AttemptError: there will be none.
         """
-        self._on_phase(Phase.RENDEZVOUS)
+        self._record.enter(Phase.RENDEZVOUS)
         feed = self._feed = asyncio.create_task(self._feeder.run(), name="feed")
         decode = asyncio.create_task(self._open(), name="decode-leg")
         try:

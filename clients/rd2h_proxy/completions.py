@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
 from dataclasses import dataclass
 
@@ -111,7 +110,7 @@ class CompletionHandler:
                 tried.add(failure)
                 if not self._may_retry(failure, request, record, tried):
                     raise
-            record.life.move(Phase.QUEUED, time.monotonic())
+            record.enter(Phase.QUEUED)
 
     def _may_retry(self, failure: AttemptError, request: OpenAiRequest, record: RequestRecord, tried: _Tried) -> bool:
         if not failure.retryable or record.attempts > self._limits.retries:
@@ -136,21 +135,20 @@ class CompletionHandler:
         with lease:
             number = record.attempts
             record.attempts += 1
-            record.decode = lease.target.address
+            if whole:
+                record.prefill = lease.target.address
+            else:
+                record.decode = lease.target.address
             suffix = f"-r{number}" if number else ""
             ids = LegIds(uuid.uuid4().hex, record.request_id + suffix)
-
-            def on_phase(phase: Phase) -> None:
-                record.life.move(phase, time.monotonic())
-
             attempt = (
-                WholeAttempt(self._router, request, ids, lease, http.headers, on_phase)
+                WholeAttempt(self._router, request, ids, lease, http.headers, record)
                 if whole
-                else Attempt(self._router, request, ids, lease, http.headers, on_phase, tried.prefill)
+                else Attempt(self._router, request, ids, lease, http.headers, record, tried.prefill)
             )
             async with attempt:
                 answer = await attempt.answer()
-                on_phase(Phase.STREAMING)
+                record.enter(Phase.STREAMING)
                 record.first_byte_s = record.life.since - record.life.began
                 return await relay(http, answer, record.request_id)
 

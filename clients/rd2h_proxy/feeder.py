@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rd2h_client.v1.rendezvous_pb2 import Child, Outcome, RendezvousEvent
@@ -14,6 +14,7 @@ from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.gathering import BadAdvertError, Gathering
+from rd2h_proxy.journal import RequestRecord
 from rd2h_proxy.leg_body import LegIds, encode, prefill_body
 from rd2h_proxy.loss import unless_lost
 from rd2h_proxy.meta_link import META_TROUBLE, Closable
@@ -40,7 +41,7 @@ class Feeder:
         ids: LegIds,
         decode: Lease,
         client_headers: Mapping[str, str],
-        on_phase: Callable[[Phase], None],
+        record: RequestRecord,
         exclude_prefill: frozenset[str],
     ) -> None:
         self._router = router
@@ -48,7 +49,7 @@ class Feeder:
         self._ids = ids
         self._decode = decode
         self._headers = client_headers
-        self._on_phase = on_phase
+        self._record = record
         self._exclude = exclude_prefill
         self._gathering = Gathering(request.prompts, request.n, router.limits.gather_window_s)
         self._waves: dict[asyncio.Task[None], list[Child]] = {}
@@ -185,7 +186,7 @@ class Feeder:
         number = self._gathering.waves
         children = self._gathering.take_wave()
         if not self.answer_began:
-            self._on_phase(Phase.PREFILL)
+            self._record.enter(Phase.PREFILL)
         self._waves[asyncio.create_task(self._run_wave(children, number), name="prefill-wave")] = children
 
     def _collect_waves(self) -> None:
@@ -204,6 +205,7 @@ class Feeder:
         exclude = set(self._exclude)
         while True:
             with await self._acquire(children, exclude) as lease:
+                self._record.prefill = lease.target.address
                 try:
                     await unless_lost(lease.target, self._send(lease.target, children, number))
                     lease.succeeded()

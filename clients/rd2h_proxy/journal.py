@@ -23,12 +23,20 @@ class RequestRecord:
     children: int = 0
     decode: str = ""
     """host:port of the Decode engine of the last attempt."""
+    prefill: str = ""
+    """host:port of the Prefill engine of the last wave."""
     attempts: int = 0
+    continuations: int = 0
+    """How often Decode gave the request back and it was continued."""
     status: int = 0
     """HTTP status the client got; 0 when it got none."""
     reason: str = ""
     first_byte_s: float | None = None
     """Time from arrival to the first byte for the client."""
+
+    def enter(self, phase: Phase) -> None:
+        """The request enters a phase now."""
+        self.life.move(phase, time.monotonic())
 
 
 @dataclass(slots=True)

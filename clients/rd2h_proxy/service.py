@@ -96,7 +96,7 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
     async with AsyncExitStack() as stack:
         router = await _build(config, client, stack)
         journal = Journal()
-        app = make_app(router, CompletionHandler(router, config.serving, journal), config.max_body_bytes)
+        app = make_app(router, CompletionHandler(router, config.serving, journal), journal, config.max_body_bytes)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_DRAIN_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -9,6 +9,7 @@ from typing import Self
 from rd2h_proxy.answer_leg import EngineAnswer, open_answer
 from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
+from rd2h_proxy.journal import RequestRecord
 from rd2h_proxy.leg_body import PROXY_OWNED, LegIds, encode
 from rd2h_proxy.loss import unless_lost
 from rd2h_proxy.openai_request import OpenAiRequest
@@ -27,14 +28,14 @@ class WholeAttempt:
         ids: LegIds,
         lease: Lease,
         client_headers: Mapping[str, str],
-        on_phase: Callable[[Phase], None],
+        record: RequestRecord,
     ) -> None:
         self._router = router
         self._request = request
         self._ids = ids
         self._lease = lease
         self._headers = client_headers
-        self._on_phase = on_phase
+        self._record = record
         self._answer: EngineAnswer | None = None
         self._stop_watching: Callable[[], None] | None = None
 
@@ -47,8 +48,8 @@ class WholeAttempt:
         Raises:
             AttemptError: there will be none.
         """
-        self._on_phase(Phase.RENDEZVOUS)
-        self._on_phase(Phase.PREFILL)
+        self._record.enter(Phase.RENDEZVOUS)
+        self._record.enter(Phase.PREFILL)
         target = self._lease.target
         body = encode({key: value for key, value in self._request.body.items() if key not in PROXY_OWNED})
         headers = leg_headers(self._headers, self._ids.x_request_id)
