@@ -312,7 +312,7 @@ def storage_slots(components: Sequence[Sequence[TensorLayout]]) -> list[int | No
 def merge_spans(tensors: Iterable[TensorLayout]) -> list[tuple[int, int]]:
     """(address, length) of the merged memory that ``tensors`` cover, for registration with an engine."""
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted((tensor.base_addr, tensor.end_addr) for tensor in tensors):
+    for begin, end in sorted((tensor.base_addr, tensor.end_addr) for tensor in tensors if tensor.num_blocks):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
