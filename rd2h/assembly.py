@@ -29,6 +29,7 @@ from rd2h.engines.suppressed import SuppressedReads
 from rd2h.errors import ConfigError
 from rd2h.groups import CacheGroups, infer_groups
 from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
+from rd2h.prefill.admission import AdmissionRules
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.prefill.scheduler import PrefillScheduler
 from rd2h.prefill.worker import PrefillWorker
@@ -162,9 +163,13 @@ def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -
     """Prefill's scheduler half, registered with the meta service if one is configured."""
     handshake = _agreed(facts, handshakes)
     control = _control(facts, handshake)
-    half = PrefillScheduler(
-        facts.groups, handshake.contract, facts.sizes.tp_size, facts.config.allow_legacy_decode, control
+    rules = AdmissionRules(
+        facts.sizes.tp_size,
+        handshake.contract.fingerprint(),
+        facts.config.require_registered_decode,
+        facts.config.legacy_decode_hosts,
     )
+    half = PrefillScheduler(facts.groups, handshake.contract, rules, control)
     return PrefillSchedulerSide(half, control)
 
 

@@ -124,7 +124,7 @@ class ConnectorConfig:
     """Prefill: bound of the metadata exchange."""
     park_timeout_s: float = _key(_positive, 5.0)
     """Decode: how long a layer waits for a destination that is not known yet."""
-    idle_timeout_s: float = _key(_positive, 120.0)
+    idle_timeout_s: float = _key(_positive, 300.0)
     """Decode: a request without any KV for this long fails."""
     hold_s: float = _key(_non_negative, 5.0)
     """Decode: how long blocks are kept after a failed read, while bytes may still land."""
@@ -136,8 +136,10 @@ class ConnectorConfig:
     """Decode: read only from Prefill engines that the meta service knows."""
     legacy_prefill_hosts: frozenset[str] = _key(_hosts, frozenset())
     """Decode: addresses from which Prefills without our extensions are accepted."""
-    allow_legacy_decode: bool = _key(_boolean, False)
-    """Prefill: also publish to Decodes without our extensions."""
+    legacy_decode_hosts: frozenset[str] = _key(_hosts, frozenset())
+    """Prefill: addresses of Decodes without our extensions that may be published to."""
+    require_registered_decode: bool = _key(_boolean, True)
+    """Prefill: connect only to Decode engines that the meta service knows, never just because a request says so."""
     debug_suppress_reads: bool = _key(_boolean, False)
     """Decode: acknowledge without reading. For tests only: the output is garbage."""
 

@@ -5,7 +5,7 @@ All network work happens in the client's own thread; only the configured meta se
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,22 @@ class Notice:
     reason: str
 
 
+class DecodeAddress(NamedTuple):
+    """Where a Decode engine listens, and which generation of it."""
+
+    generation: int
+    host: str
+    base_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Engines that the meta service vouches for."""
+
+    prefill_generations: frozenset[int] = frozenset()
+    decode_addresses: frozenset[DecodeAddress] = frozenset()
+
+
 class ControlPlane(Protocol):
     """What the scheduler halves need; see ``rd2h.meta_link`` for the real one."""
 
@@ -62,8 +78,8 @@ class ControlPlane(Protocol):
         """Notices since the last call."""
         ...
 
-    def prefill_generations(self) -> frozenset[int]:
-        """Generations of the Prefill engines that are registered now."""
+    def registered(self) -> Registered:
+        """The engines that are registered now; the same object while nothing changes."""
         ...
 
     def note_load(self, running: int, pulling: int) -> None:

@@ -17,15 +17,15 @@ from rd2h_client.v1 import rendezvous_pb2 as rendezvous
 
 from rd2h import errors
 from rd2h.config import ConnectorConfig
-from rd2h.control import Advert, Identity, Notice
+from rd2h.control import Advert, DecodeAddress, Identity, Notice, Registered
 from rd2h.layout import Contract
 from rd2h.topology import rank_port
 from rd2h.wire import WIRE_VERSION, Pong, decode_from_prefill, encode_ping
 
 logger = logging.getLogger(__name__)
 
-GENERATION_GRACE_S = 30.0
-"""A Prefill that vanishes from the registry without a successor stays trusted so long: the service may restart."""
+VANISHED_GRACE_S = 30.0
+"""An engine that vanishes from the registry without a successor stays trusted so long: the service may restart."""
 
 _OUTCOMES = {
     "done": rendezvous.OUTCOME_DONE,
@@ -42,7 +42,7 @@ class MetaLink:
         self._load = registry.Load()
         self._unhealthy = ""
         self._probe = None if producer else DataPathProbe(config.bind_host or identity.host, identity)
-        self._trust = GenerationTrust(GENERATION_GRACE_S)
+        self._trust = RegistryTrust(VANISHED_GRACE_S)
         tls = None
         if config.meta_ca or config.meta_cert:
             tls = TlsOptions(config.meta_ca, config.meta_cert, config.meta_key)
@@ -104,9 +104,9 @@ class MetaLink:
             Notice(n.rendezvous_id, n.request_id, n.reason or "ended elsewhere") for n in self._client.drain_events()
         ]
 
-    def prefill_generations(self) -> frozenset[int]:
-        """Generations of registered engines, with a grace for those that vanish without a successor."""
-        return self._trust.update(self._client.generations(), time.monotonic())
+    def registered(self) -> Registered:
+        """Registered engines, with a grace for those that vanish without a successor."""
+        return self._trust.update(self._client.engines(), time.monotonic())
 
     def note_load(self, running: int, pulling: int) -> None:
         """For the next keep-alive."""
@@ -129,32 +129,40 @@ class MetaLink:
         )
 
 
-class GenerationTrust:
-    """Which generations count as registered, over changing snapshots of the registry."""
+class RegistryTrust:
+    """Which engines count as registered, over changing snapshots of the registry."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._snapshot: Mapping[str, int] = {}
-        self._vanished: dict[str, tuple[int, float]] = {}
-        self._trusted: frozenset[int] = frozenset()
+        self._snapshot: Mapping[str, registry.Engine] = {}
+        self._vanished: dict[str, tuple[registry.Engine, float]] = {}
+        self._registered = Registered()
 
-    def update(self, snapshot: Mapping[str, int], now_s: float) -> frozenset[int]:
-        """Trusted generations now; ``snapshot`` is replaced, never changed, so identity tells whether it is news."""
+    def update(self, snapshot: Mapping[str, registry.Engine], now_s: float) -> Registered:
+        """Engines trusted now; ``snapshot`` is replaced, never changed, so identity tells whether it is news."""
         if snapshot is self._snapshot and not self._vanished:
-            return self._trusted
-        for engine_id, generation in self._snapshot.items():
+            return self._registered
+        for engine_id, engine in self._snapshot.items():
             if engine_id not in snapshot:
-                self._vanished.setdefault(engine_id, (generation, now_s + self._grace_s))
+                self._vanished.setdefault(engine_id, (engine, now_s + self._grace_s))
         self._snapshot = snapshot
         self._vanished = {
-            engine_id: (generation, until)
-            for engine_id, (generation, until) in self._vanished.items()
+            engine_id: (engine, until)
+            for engine_id, (engine, until) in self._vanished.items()
             if engine_id not in snapshot and now_s < until
         }
-        current = frozenset(snapshot.values()) | {generation for generation, _ in self._vanished.values()}
-        if current != self._trusted:
-            self._trusted = current
-        return self._trusted
+        engines = [*snapshot.values(), *(engine for engine, _ in self._vanished.values())]
+        current = Registered(
+            frozenset(e.generation for e in engines if e.role == registry.ENGINE_ROLE_PREFILL),
+            frozenset(
+                DecodeAddress(e.generation, e.host, e.base_port)
+                for e in engines
+                if e.role == registry.ENGINE_ROLE_DECODE
+            ),
+        )
+        if current != self._registered:
+            self._registered = current
+        return self._registered
 
 
 class DataPathProbe:

@@ -63,7 +63,7 @@ class BackgroundMetaClient:
         self._status = status
         self._commands: deque[Command] = deque()
         self._notices: deque[ChildNotice] = deque()
-        self._generations: Mapping[str, int] = {}
+        self._engines: Mapping[str, engine_registry_pb2.Engine] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepting = False
@@ -110,8 +110,10 @@ class BackgroundMetaClient:
         """Advertise a child and keep that up until it is withdrawn or has ended.
 
         Raises:
-            QueueFullError: too many commands wait.
+            QueueFullError: too many commands, or notices that nobody drains, wait.
         """
+        if len(self._notices) >= self._options.max_open:
+            raise QueueFullError(f"{len(self._notices)} notices wait to be drained")
         request = rendezvous_pb2.AdvertiseRequest(rendezvous_id=rendezvous_id, child=child)
         self._submit(lambda client: self._advertise(client, request))
 
@@ -179,11 +181,12 @@ class BackgroundMetaClient:
 
     def generation_of(self, engine_id: str) -> int | None:
         """Return the generation of a registered engine, or None when it is not registered."""
-        return self._generations.get(engine_id)
+        engine = self._engines.get(engine_id)
+        return engine.generation if engine is not None else None
 
-    def generations(self) -> Mapping[str, int]:
-        """Return the generations of registered engines by engine id, as a map that is replaced and never changed."""
-        return self._generations
+    def engines(self) -> Mapping[str, engine_registry_pb2.Engine]:
+        """Return the registered engines by engine id, as a map that is replaced and never changed."""
+        return self._engines
 
     def _submit(self, command: Command) -> None:
         with self._lock:
@@ -200,7 +203,7 @@ class BackgroundMetaClient:
         client.start_connecting()
         self._registration = client.new_registration(self._engine, self._status)
         self._registration.start_keeping()
-        watch = asyncio.create_task(self._follow_generations())
+        watch = asyncio.create_task(self._follow_engines())
         with self._lock:
             self._accepting = True
         try:
@@ -275,20 +278,20 @@ class BackgroundMetaClient:
         self._note(ChildNotice(rendezvous_id, ended.request_id, ended.outcome, ended.reason))
 
     def _note(self, notice: ChildNotice) -> None:
-        """Keep a notice. There is at most one for an advert, so that adverts bound them while somebody drains."""
+        """Keep a notice. There is at most one for an advert, and `advertise` refuses while too many wait."""
         with self._lock:
             self._notices.append(notice)
 
-    async def _follow_generations(self) -> None:
+    async def _follow_engines(self) -> None:
         try:
             async for batch in self._client.watch_engines():
-                generations = {} if batch.snapshot else dict(self._generations)
+                engines = {} if batch.snapshot else dict(self._engines)
                 for event in batch.events:
                     engine = event.engine
                     if event.kind == engine_registry_pb2.EngineEvent.KIND_REMOVED:
-                        generations.pop(engine.engine_id, None)
+                        engines.pop(engine.engine_id, None)
                     else:
-                        generations[engine.engine_id] = engine.generation
-                self._generations = generations  # replaced as a whole: readers on other threads need no lock
+                        engines[engine.engine_id] = engine
+                self._engines = engines  # replaced as a whole: readers on other threads need no lock
         except MetaError as error:
             logger.error("the registry can no longer be followed: %s", error)

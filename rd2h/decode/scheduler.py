@@ -131,7 +131,7 @@ class DecodeScheduler:
                 entry = self._pulling.get(notice.request_id)
                 if entry is not None and entry.state is PullState.PULLING and entry.advert is not None:
                     failures.append((entry.advert.token, notice.reason))
-            registered = self._control.prefill_generations()
+            registered = self._control.registered().prefill_generations
             if registered != self._generations:
                 generations = self._generations = registered
         step = DecodeStep(self._pulls, self._aborts, failures, self._refused, generations)

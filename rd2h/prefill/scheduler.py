@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rd2h.control import ControlPlane
-from rd2h.errors import RequestError, TopologyError
+from rd2h.errors import RequestError
 from rd2h.gates import Writes
 from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
 from rd2h.params import RemoteDecode, external_id, parse_remote_decodes
+from rd2h.prefill.admission import AdmissionRules
 from rd2h.steps import ChildFailure, PrefillStep, Publication
-from rd2h.topology import TpMapping
 from rd2h.vllm_compat import BlockTables, ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,11 @@ class PrefillScheduler:
         self,
         groups: CacheGroups,
         contract: Contract,
-        tp_size: int,
-        allow_legacy: bool,
+        rules: AdmissionRules,
         control: ControlPlane | None,
     ) -> None:
-        self._groups, self._tp_size, self._allow_legacy, self._control = groups, tp_size, allow_legacy, control
+        self._groups, self._rules, self._control = groups, rules, control
         self._has_indexer = any(indexer for _, _, indexer, _ in contract.layers)
-        self._fingerprint = contract.fingerprint()
         self._tables = BlockTables()
         self._requests: dict[str, Published] = {}
         self._failures: list[ChildFailure] = []
@@ -59,7 +57,7 @@ class PrefillScheduler:
             return
         kept = []
         for child in children:
-            reason = self._objection(child, prompt_tokens)
+            reason = self._rules.objection(child, prompt_tokens, self._control)
             if reason:
                 self._fail(remote.rendezvous_id, [child], reason)
             else:
@@ -114,19 +112,6 @@ class PrefillScheduler:
             logger.debug("rd2h: ended request %s has no usable parameters: %s", request_id, error)
             return
         self._fail(remote.rendezvous_id, children, "Prefill ended the request before it was computed")
-
-    def _objection(self, child: RemoteDecode, prompt_tokens: int) -> str:
-        if child.legacy and not self._allow_legacy:
-            return "Decode does not speak wire version 1 and allow_legacy_decode is off"
-        if child.layout_fingerprint and child.layout_fingerprint != self._fingerprint:
-            return "layout fingerprint differs between Prefill and Decode"
-        if child.prompt_tokens is not None and child.prompt_tokens != prompt_tokens:
-            return f"the prompt has {prompt_tokens} tokens on Prefill and {child.prompt_tokens} on Decode"
-        try:
-            TpMapping.of(self._tp_size, child.tp_size)
-        except TopologyError as error:
-            return str(error)
-        return ""
 
     def _publish(
         self, request_id: str, entry: Published, computed: int, main: Sequence[int], indexer: Sequence[int]
