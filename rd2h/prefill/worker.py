@@ -37,7 +37,6 @@ class PrefillWorker:
         self._publisher, self._stats, self._timeline = publisher, stats, timeline
         self._index_of = layout.index_of()
         self.buffers_are_shared = len({slot for layer in slots for slot in layer}) < sum(len(layer) for layer in slots)
-        self._step: PrefillStep | None = None
         self._chunks: list[EndpointChunk] = []
         self._published: set[int] = set()
         self._children: dict[bytes, RemoteDecode] = {}
@@ -55,7 +54,6 @@ class PrefillWorker:
 
     def begin(self, step: PrefillStep) -> None:
         """Prepare the chunks of a step, once for all its layers."""
-        self._step = step
         self._published.clear()
         for failure in step.failures:
             self._send_failure(failure)
@@ -78,11 +76,16 @@ class PrefillWorker:
         self._publish(index)
 
     def end(self) -> None:
-        """The forward is over: publish what no hook announced, then forget the step."""
-        if self._chunks:
-            for index in range(len(self._layout.layers)):
-                self._publish(index)
-        self._step, self._chunks = None, []
+        """The forward is over, or was broken off: layers that no hook announced may hold anything, so they are not
+        published and their children fail."""
+        missing = len(self._layout.layers) - len(self._published)
+        if self._chunks and missing:
+            reason = f"Prefill did not compute {missing} of {len(self._layout.layers)} layers of a chunk"
+            for chunk in self._chunks:
+                failures = [Refusal(token, reason) for token in chunk.tokens]
+                self.on_failure(failures)
+                self._publisher.fail_children(chunk.key, failures)
+        self._chunks = []
 
     def wait_layer(self, layer_idx: int) -> None:
         """Wait for every reader of a layer's physical buffers, whichever blocks they read."""
