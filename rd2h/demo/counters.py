@@ -45,12 +45,19 @@ class Counters:
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over the samples of that name with those labels. Raises Rd2hError when there are none."""
-        values = [
-            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
-        ]
+        values = self._values(name, labels)
         if not values:
             raise Rd2hError(f"the metrics page has no {name} with {labels or 'any labels'}")
         return sum(values)
+
+    def total_so_far(self, name: str, **labels: str) -> float:
+        """Like `total`, but 0 when there are none: a counter may appear only once it has counted."""
+        return sum(self._values(name, labels))
+
+    def _values(self, name: str, labels: dict[str, str]) -> list[float]:
+        return [
+            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,10 @@ class PromptCounters:
             return int(page.total("vllm:prompt_tokens_by_source_total", source=source))
 
         return cls(
-            computed_tokens=int(page.total("rd2h_prompt_tokens_computed_total")),
+            computed_tokens=int(page.total_so_far("rd2h_prompt_tokens_computed_total")),
             cached_tokens=prompt_tokens("local_cache_hit"),
             external_tokens=prompt_tokens("external_kv_transfer"),
-            pulled_bytes=int(page.total("rd2h_pulled_bytes_total")),
+            pulled_bytes=int(page.total_so_far("rd2h_pulled_bytes_total")),
         )
 
     def __sub__(self, earlier: "PromptCounters") -> "PromptCounters":

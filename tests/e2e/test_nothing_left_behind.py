@@ -1,0 +1,86 @@
+"""Whatever ends the driver of engines, no process of it is left."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+GONE_S = 30.0
+
+DRIVER = textwrap.dedent("""
+    import signal, sys
+    from pathlib import Path
+    from rd2h.demo.engine_spec import EngineSpec
+    from rd2h.demo.launcher import Launcher
+    from rd2h.demo.model import model_dir
+    # A test run in the background of a shell inherits an ignored SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Launcher(Path(sys.argv[1])) as launcher:
+        engine = launcher.start_engine(EngineSpec("e", model_dir()))
+        launcher.wait_engines([engine])
+        print("ready", flush=True)
+        sys.stdin.readline()
+        raise RuntimeError("on purpose")
+""")
+
+
+def stat_of(pid: int) -> tuple[str, int, int] | None:
+    """(state, parent, start time) of a process; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Start times of all processes below one, by id."""
+    stats = {int(folder.name): stat_of(int(folder.name)) for folder in Path("/proc").iterdir() if folder.name.isdigit()}
+    found: dict[int, int] = {}
+    parents = {root}
+    while parents:
+        below = {pid: stat[2] for pid, stat in stats.items() if stat is not None and stat[1] in parents}
+        found.update(below)
+        parents = set(below)
+    return found
+
+
+def still_running(processes: dict[int, int]) -> list[int]:
+    left = []
+    for pid, start_time in processes.items():
+        stat = stat_of(pid)
+        if stat is not None and stat[0] != "Z" and stat[2] == start_time:
+            left.append(pid)
+    return left
+
+
+@pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGKILL], ids=["failure", "ctrl-c", "kill -9"])
+def test_driver_of_an_engine(tmp_path: Path, end: signal.Signals | None) -> None:
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert driver.stdout is not None
+        assert driver.stdin is not None
+        assert driver.stdout.readline() == "ready\n"
+        processes = descendants(driver.pid)
+        # Fork server, API server, engine core.
+        assert len(processes) >= 3
+        if end is None:
+            driver.stdin.write("fail\n")
+            driver.stdin.flush()
+        else:
+            driver.send_signal(end)
+        assert driver.wait(GONE_S) == (1 if end is None else -end)
+    finally:
+        driver.kill()
+        driver.communicate()
+    deadline = time.monotonic() + GONE_S
+    while left := still_running(processes):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
