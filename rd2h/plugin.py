@@ -1,19 +1,30 @@
-"""Entry point ``vllm.general_plugins``: makes the connector known to vLLM under its name."""
+"""Entry point ``vllm.general_plugins``: makes our names known to vLLM, in every process, before it reads them.
+
+``SfaRemoteD2HConnector`` is registered unless the name is taken; ``kv_connector_module_path`` has priority either way.
+``MultiConnector`` keeps its owner, whose class is used wherever our connector is not among the members.
+"""
 
 import logging
 
+from rd2h.composition.choice import CONNECTOR, MultiConnectorLoader
+
 logger = logging.getLogger(__name__)
 
-CONNECTOR = "SfaRemoteD2HConnector"
 MODULE = "rd2h.connector"
+COMPOSITE = "MultiConnector"
 
 
 def register() -> None:
-    """Register the connector unless the name is taken; ``kv_connector_module_path`` has priority either way."""
+    """Register both names; a second call changes nothing."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     except ValueError:
         owner = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
-        logger.info("%s is already registered as %s.%s", CONNECTOR, owner.__module__, owner.__qualname__)
+        logger.info("rd2h: %s is already registered as %s.%s", CONNECTOR, owner.__module__, owner.__qualname__)
+    # There is no public way to replace an entry.
+    registry = KVConnectorFactory._registry
+    load_owner = registry.get(COMPOSITE)
+    if load_owner is not None and not isinstance(load_owner, MultiConnectorLoader):
+        registry[COMPOSITE] = MultiConnectorLoader(load_owner)

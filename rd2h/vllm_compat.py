@@ -86,6 +86,11 @@ def transfer_results(received: set[str], failed: set[str]) -> Any:
     )
 
 
+def blocks_without_load(blocks: Any) -> Any:
+    """What a composite shows to a member that has nothing to load: real blocks since 0.32, none before."""
+    return blocks if HAS_TRANSFER_RESULTS else blocks.new_empty()
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
     """Parallel layout of an engine."""
