@@ -69,7 +69,8 @@ class SharedRouter:
 
     def wait(self) -> None:
         """Wait for messages or a wake; may return without either."""
-        self._epoll.poll(None, 1)
+        if not self.unattended:  # an answer that this thread itself sent may have swallowed the edge
+            self._epoll.poll(None, 1)
 
     def receive(self, known: Container[bytes]) -> list[Received]:
         """At most ``MAX_RECEIVE_BATCH`` messages that have arrived; wakes another thread when there may be more.
