@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import aiohttp
@@ -47,6 +48,13 @@ class EngineAnswer:
             raise self._cut(error) from error
         if self.failure is not None:
             raise self.failure
+
+    async def whole_stream(self) -> AsyncGenerator[bytes, None]:
+        """All bytes from the beginning."""
+        yield self.head
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _cut(self, error: Exception) -> AttemptError:
         return self.failure or engine_failure(self.blame, self.address, f"stream broke: {describe(error)}")

@@ -169,9 +169,9 @@ class Attempt:
                     await api.cancel(rendezvous_id, "the answer is complete", outcome=Outcome.OUTCOME_DONE)
                 elif isinstance(error, AttemptError):
                     await api.report_failure(rendezvous_id, str(error))
-                    await api.cancel(rendezvous_id, str(error), outcome=Outcome.OUTCOME_FAILED)
                 else:
                     await api.cancel(rendezvous_id, "the client went away", outcome=Outcome.OUTCOME_ABORTED)
         except (*META_TROUBLE, TimeoutError) as problem:
             # The engines learn of the end by their closed connections too, and the service by its time limit.
+            self._router.background.failed += 1
             log.warning("rendezvous %s could not be ended at the meta service: %s", rendezvous_id, problem)

@@ -17,6 +17,8 @@ class Background:
         self._limit = limit
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
+        self.failed = 0
+        """Ends that the meta service was not told of, or refused."""
 
     def __len__(self) -> int:
         return len(self._tasks)

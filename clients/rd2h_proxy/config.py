@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rd2h_proxy.completions import ServingLimits
 from rd2h_proxy.errors import ConfigError
-from rd2h_proxy.router import AttemptLimits
+from rd2h_proxy.limits import AttemptLimits, RecomputeMode, ServingLimits
 
 DEFAULT_META_SERVICE = "grpc://127.0.0.1:7700"
 ENV_META_SERVICE = "RD2H_META_SERVICE"
@@ -58,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         engines.add_argument(
             f"--{role}-ports", nargs="+", type=int, default=[], metavar="PORT", help=f"one port for each {word} host"
         )
+    engines.add_argument(
+        "--recompute",
+        default=RecomputeMode.AUTO.value,
+        choices=[mode.value for mode in RecomputeMode],
+        help="continue requests that Decode gives back (default %(default)s: where engines may do so)",
+    )
     engines.add_argument(
         "--discover", action="store_true", help="also take engines from the registry of the meta service"
     )
@@ -161,7 +166,11 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
             gather_window_s=args.gather_window_s,
         ),
         serving=ServingLimits(
-            max_children=args.max_children, retries=args.retries, queue_s=args.queue_s, no_engine_s=args.meta_outage_s
+            max_children=args.max_children,
+            retries=args.retries,
+            queue_s=args.queue_s,
+            no_engine_s=args.meta_outage_s,
+            recompute=RecomputeMode(args.recompute),
         ),
     )
 

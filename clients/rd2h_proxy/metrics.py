@@ -97,9 +97,8 @@ class ProxyMetrics:
             "meta_service_connected", "gauge", "1 when the meta service is there.", int(router.meta.connected)
         )
         yield from _single("background_tasks", "gauge", "Ends of rendezvous being reported.", len(router.background))
-        yield from _single(
-            "background_dropped_total", "counter", "Ends that were not reported.", router.background.dropped
-        )
+        unreported = router.background.dropped + router.background.failed
+        yield from _single("ends_unreported_total", "counter", "Ends that the meta service was not told.", unreported)
 
     def _engine_lines(self) -> Iterator[str]:
         pools = (self._router.prefill, self._router.decode)

@@ -47,6 +47,10 @@ class OpenAiRequest:
     """Rough tokens of pictures and sound, on top of `prompt_sizes`."""
     whole_reason: str | None
     """Why the request cannot be split between engines and must run whole on a Prefill engine; None if it can."""
+    shows_token_ids: bool = False
+    """Whether the client itself asked for token ids."""
+    tracks_tokens: bool = False
+    """Whether the proxy keeps the answer's token ids; see recompute_policy."""
 
     @property
     def expected_children(self) -> int:
@@ -99,6 +103,7 @@ def parse_request(api: Api, raw: bytes, max_children: int) -> OpenAiRequest:
         sizes_are_tokens=exact,
         media_tokens=media * _MEDIA_PART_TOKENS,
         whole_reason=_whole_reason(api, body),
+        shows_token_ids=bool(body.get("return_token_ids")),
     )
 
 

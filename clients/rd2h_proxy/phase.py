@@ -34,7 +34,7 @@ _NEXT = {
     Phase.QUEUED: {Phase.RENDEZVOUS, Phase.FAILED, Phase.ABORTED},
     Phase.RENDEZVOUS: {Phase.PREFILL, Phase.STREAMING, Phase.QUEUED, Phase.FAILED, Phase.ABORTED},
     Phase.PREFILL: {Phase.STREAMING, Phase.QUEUED, Phase.FAILED, Phase.ABORTED},
-    Phase.STREAMING: {Phase.RENDEZVOUS, Phase.DONE, Phase.FAILED, Phase.ABORTED},
+    Phase.STREAMING: {Phase.DONE, Phase.FAILED, Phase.ABORTED},
 }
 
 

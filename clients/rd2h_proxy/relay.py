@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from rd2h_proxy.answer_leg import EngineAnswer
+from rd2h_proxy.continued_answer import Answer
 from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError
 
@@ -34,7 +34,7 @@ def error_response(answer: ErrorAnswer, request_id: str) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
-async def relay(http: web.Request, answer: EngineAnswer, request_id: str) -> web.StreamResponse:
+async def relay(http: web.Request, answer: Answer, request_id: str) -> web.StreamResponse:
     """Passes the answer on.
 
     Raises:
@@ -48,14 +48,16 @@ async def relay(http: web.Request, answer: EngineAnswer, request_id: str) -> web
     response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     try:
         await response.prepare(http)
-        await response.write(answer.head)
+        # An empty chunk would end a chunked body.
+        if answer.head:
+            await response.write(answer.head)
     except ConnectionError as error:
         raise ClientGoneError(str(error)) from error
     await _pass_chunks(response, answer)
     return response
 
 
-async def _pass_chunks(response: web.StreamResponse, answer: EngineAnswer) -> None:
+async def _pass_chunks(response: web.StreamResponse, answer: Answer) -> None:
     tail = answer.head
     chunks = answer.chunks()
     try:
@@ -66,7 +68,7 @@ async def _pass_chunks(response: web.StreamResponse, answer: EngineAnswer) -> No
             except ConnectionError as error:
                 raise ClientGoneError(str(error)) from error
     except AttemptError as failure:
-        await _end_with_error(response, failure, mid_event=not tail.endswith((b"\n\n", b"\r\n\r\n")))
+        await _end_with_error(response, failure, mid_event=bool(tail) and not tail.endswith((b"\n\n", b"\r\n\r\n")))
         raise StreamCutError(failure, response) from failure
     finally:
         await chunks.aclose()

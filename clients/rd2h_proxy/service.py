@@ -22,6 +22,7 @@ from rd2h_proxy.app import make_app
 from rd2h_proxy.background import Background
 from rd2h_proxy.completions import CompletionHandler
 from rd2h_proxy.config import ProxyConfig
+from rd2h_proxy.dispatcher import Dispatcher
 from rd2h_proxy.engine_http import make_session
 from rd2h_proxy.errors import ConfigError
 from rd2h_proxy.journal import Journal
@@ -96,7 +97,9 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
     async with AsyncExitStack() as stack:
         router = await _build(config, client, stack)
         journal = Journal()
-        app = make_app(router, CompletionHandler(router, config.serving, journal), journal, config.max_body_bytes)
+        app = make_app(
+            router, CompletionHandler(Dispatcher(router, config.serving), journal), journal, config.max_body_bytes
+        )
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_DRAIN_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -160,6 +160,7 @@ class Chain:
     async def settled(self) -> None:
         """Waits until everything has been given back."""
         await until(self.idle, f"everything given back; {self.proxy.journal.in_flight}")
+        assert self.proxy.router.background.failed == self.proxy.router.background.dropped == 0
 
 
 @dataclass
@@ -207,14 +208,16 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any, **options: A
 
 
 @asynccontextmanager
-async def chain(meta: str, *flags: str, prefills: int = 1, decodes: int = 1) -> AsyncIterator[Chain]:
+async def chain(
+    meta: str, *flags: str, prefills: int = 1, decodes: int = 1, decode_type: type[DecodeStandIn] = DecodeStandIn
+) -> AsyncIterator[Chain]:
     """Engines and proxy on top of a running meta service."""
     async with AsyncExitStack() as stack:
         ps = [PrefillStandIn() for _ in range(prefills)]
         ds = []
         for number in range(decodes):
             advertiser = await stack.enter_async_context(MetaClient(meta))
-            ds.append(DecodeStandIn(meta=advertiser, engine_id=f"decode-{number}"))
+            ds.append(decode_type(meta=advertiser, engine_id=f"decode-{number}"))
         for engine in [*ps, *ds]:
             await engine.start()
             stack.push_async_callback(engine.stop)

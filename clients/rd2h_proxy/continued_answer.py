@@ -1,0 +1,211 @@
+"""An engine's answer whose choices are continued when Decode gives them back; otherwise it is unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from rd2h_proxy.answer_leg import MAX_EVENT_BYTES, EngineAnswer
+from rd2h_proxy.continuation import Continuation, Piece, cannot
+from rd2h_proxy.derender import derender_choice, missing_deltas
+from rd2h_proxy.dispatcher import Dispatcher, Running
+from rd2h_proxy.failure import engine_failure
+from rd2h_proxy.journal import RequestRecord
+from rd2h_proxy.openai_request import Api, JsonObject
+from rd2h_proxy.recompute_policy import RECOMPUTED, cannot_continue
+from rd2h_proxy.sse import SseOverflowError, SseReader, event_data
+from rd2h_proxy.stream_shape import StreamShape
+from rd2h_proxy.token_account import Choice, TokenAccount
+from rd2h_proxy.whole_answer import finish_whole
+
+_GIVEN_BACK = re.compile(rb'"stop_reason":\s*"recomputed"')
+_MARK_BYTES = 40
+_MERGE_QUEUE = 32
+
+
+class Answer(Protocol):
+    """What the relay sends to a client."""
+
+    content_type: str
+    head: bytes
+    streaming: bool
+
+    def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The bytes after `head`."""
+
+
+async def continued(
+    dispatcher: Dispatcher, running: Running, client_headers: Mapping[str, str], record: RequestRecord
+) -> Answer:
+    """The answer to relay for an attempt.
+
+    Raises:
+        AttemptError: Decode gave a complete answer back and it cannot be continued.
+    """
+    answer = running.answer
+    if not running.request.tracks_tokens:
+        guarded = GuardedAnswer(running)
+        guarded.check(answer.head)
+        return guarded if answer.streaming else answer
+    if answer.streaming:
+        return ContinuedStream(dispatcher, running, client_headers, record)
+    answer.head = await finish_whole(dispatcher, running, client_headers, record)
+    return answer
+
+
+class GuardedAnswer:
+    """A stream passed through byte for byte; that it was given back is at least not hidden."""
+
+    def __init__(self, running: Running) -> None:
+        self._answer = running.answer
+        self._request = running.request
+        self.content_type = self._answer.content_type
+        self.head = self._answer.head
+        self.streaming = True
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """See Answer."""
+        tail = self.head
+        async with aclosing(self._answer.chunks()) as chunks:
+            async for chunk in chunks:
+                self.check(tail[-_MARK_BYTES:] + chunk)
+                tail = chunk
+                yield chunk
+
+    def check(self, window: bytes) -> None:
+        """Raises AttemptError when the engine gave the request back in these bytes."""
+        # The plain search is quick; the exact one makes sure that it is not text of the answer.
+        if b"recomputed" in window and _GIVEN_BACK.search(window):
+            raise cannot(cannot_continue(self._request) or "token ids are not kept for this engine")
+
+
+class ContinuedStream:
+    """Follows the token ids of a stream; when Decode gives choices back, their rest follows in the same stream."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, running: Running, client_headers: Mapping[str, str], record: RequestRecord
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._running = running
+        self._headers = client_headers
+        self._record = record
+        self._answer: EngineAnswer = running.answer
+        self._account = TokenAccount()
+        self._reader = SseReader(MAX_EVENT_BYTES)
+        self._shape = StreamShape(running.request)
+        self._held: list[bytes] = []
+        self.content_type = self._answer.content_type
+        self.head = self._pass(self._answer.head)
+        self.streaming = True
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """See Answer."""
+        async with aclosing(self._answer.chunks()) as chunks:
+            async for chunk in chunks:
+                if passed := self._pass(chunk):
+                    yield passed
+        if rest := self._reader.rest:
+            yield rest
+        given_back = self._account.given_back()
+        if given_back:
+            # Decode is done with it. Keeping its place would make the continuation wait for itself.
+            self._running.lease.release()
+            async with aclosing(self._continue(given_back)) as events:
+                async for event in events:
+                    yield event
+        for event in self._held:
+            yield self._shape.with_usage(event)
+
+    def _pass(self, chunk: bytes) -> bytes:
+        try:
+            events = self._reader.feed(chunk)
+        except SseOverflowError as error:
+            raise engine_failure(self._answer.blame, self._answer.address, str(error)) from error
+        return b"".join(map(self._pass_event, events))
+
+    def _pass_event(self, event: bytes) -> bytes:
+        data = event_data(event)
+        if data is None or not data.startswith(b"{"):
+            return self._hold_or_pass(event)
+        try:
+            message = json.loads(data)
+        except ValueError:
+            return event
+        self._account.take_event(message)
+        choices = message.get("choices")
+        if not choices:
+            return self._hold_or_pass(event)
+        self._shape.learn(message)
+        if any(choice.get("stop_reason") == RECOMPUTED for choice in choices):
+            return self._shape.without_the_end(message)
+        return self._shape.shown(event, message)
+
+    def _hold_or_pass(self, event: bytes) -> bytes:
+        """Usage and [DONE] wait until the last continuation has ended."""
+        if self._account.given_back():
+            self._held.append(event)
+            return b""
+        return event
+
+    async def _continue(self, choices: Sequence[Choice]) -> AsyncGenerator[bytes, None]:
+        """The events of all continuations as they come; at most a few wait for a slow client."""
+        queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_MERGE_QUEUE)
+
+        async def produce(choice: Choice) -> None:
+            try:
+                async with aclosing(self._events(choice)) as events:
+                    async for event in events:
+                        await queue.put(event)
+                await queue.put(None)
+            except Exception as error:  # noqa: BLE001 - carried to the reader, which raises it
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(produce(choice)) for choice in choices]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(self, choice: Choice) -> AsyncGenerator[bytes, None]:
+        request = self._running.request
+        parsed = needs_parser(self._running, choice)
+        rest = Continuation(self._dispatcher, request, choice, self._headers, self._record, raw_text=parsed)
+        async with aclosing(rest.pieces()) as pieces:
+            async for piece in pieces:
+                self._shape.count(piece)
+                if not parsed:
+                    yield self._shape.event(choice, piece)
+                    choice.text_length += len(piece.text)
+                elif piece.finish_reason is not None:
+                    for event in await self._parsed_rest(choice, piece):
+                        yield event
+
+    async def _parsed_rest(self, choice: Choice, last: Piece) -> list[bytes]:
+        session, address = self._dispatcher.router.session, self._record.decode
+        finish = last.finish_reason or "stop"
+        made = await derender_choice(session, address, self._running.request, choice, finish)
+        deltas = missing_deltas(choice, made.get("message") or {})
+        return self._shape.delta_events(choice, deltas, made.get("finish_reason") or finish, last.stop_reason)
+
+
+def needs_parser(running: Running, choice: Choice) -> bool:
+    """Whether the engine's parsers have to see the whole text of a choice."""
+    body: JsonObject = running.request.body
+    if running.request.api is Api.COMPLETION:
+        return False
+    tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
+    return tools or choice.parsed

@@ -1,0 +1,120 @@
+"""Token ids and text that a client has been given so far, choice by choice."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, field
+
+from rd2h_proxy.openai_request import JsonObject
+from rd2h_proxy.recompute_policy import RECOMPUTED
+
+# Inside a JSON text quotes are escaped, so these names can only be keys.
+_ID_LISTS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
+
+
+def hide_token_ids(raw: bytes) -> bytes:
+    """The JSON without the ids that only the proxy asked for: null, as an engine writes that was not asked."""
+    return _ID_LISTS.sub(rb'"\1":null', raw)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """What of one tool call has been streamed."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of the answer."""
+
+    index: int
+    prompt_ids: array[int] = field(default_factory=lambda: array("I"))
+    generated_ids: array[int] = field(default_factory=lambda: array("I"))
+    text_length: int = 0
+    """Characters of completion text, for the offsets of log-probabilities."""
+    round_offset: int = 0
+    """`text_length` when the present continuation began."""
+    content: str = ""
+    reasoning: str = ""
+    reasoning_key: str = "reasoning"
+    """The key under which this engine version streams reasoning."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    given_back: bool = False
+    """Whether Decode ended it with the wish to be asked again."""
+
+    @property
+    def parsed(self) -> bool:
+        """Whether a parser of the engine has taken the text apart."""
+        return bool(self.reasoning or self.tool_calls)
+
+    def take_ids(self, choice: JsonObject) -> None:
+        """Adds what one choice object of an answer or event says about ids and how it ended."""
+        if isinstance(ids := choice.get("prompt_token_ids"), list):
+            self.prompt_ids = array("I", ids)
+        if isinstance(ids := choice.get("token_ids"), list):
+            self.generated_ids.extend(ids)
+        if choice.get("stop_reason") == RECOMPUTED:
+            self.given_back = True
+
+    def take_delta(self, choice: JsonObject) -> None:
+        """Adds the text of one streamed choice object."""
+        self.text_length += len(choice.get("text") or "")
+        delta = choice.get("delta")
+        if not isinstance(delta, dict):
+            return
+        self.content += delta.get("content") or ""
+        for key in ("reasoning", "reasoning_content"):
+            if delta.get(key):
+                self.reasoning_key = key
+                self.reasoning += delta[key]
+        for part in delta.get("tool_calls") or ():
+            self._take_tool_call(part)
+
+    def _take_tool_call(self, part: JsonObject) -> None:
+        index = part.get("index") or 0
+        while len(self.tool_calls) <= index:
+            self.tool_calls.append(ToolCall())
+        function = part.get("function") or {}
+        self.tool_calls[index].name += function.get("name") or ""
+        self.tool_calls[index].arguments += function.get("arguments") or ""
+
+
+@dataclass(slots=True)
+class TokenAccount:
+    """All choices of one answer."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    _chat_prompt_ids: array[int] = field(default_factory=lambda: array("I"))
+
+    def take_event(self, event: JsonObject) -> None:
+        """Adds one streamed event."""
+        self._take_prompt(event)
+        for choice in event.get("choices") or ():
+            state = self._choice(choice)
+            state.take_ids(choice)
+            state.take_delta(choice)
+
+    def take_answer(self, answer: JsonObject) -> None:
+        """Adds a complete answer."""
+        self._take_prompt(answer)
+        for choice in answer.get("choices") or ():
+            self._choice(choice).take_ids(choice)
+
+    def given_back(self) -> list[Choice]:
+        """Choices that have to be continued."""
+        return [choice for choice in self.choices.values() if choice.given_back]
+
+    def _take_prompt(self, message: JsonObject) -> None:
+        # Chat has one prompt and tells it beside the choices; completions tell it in each choice.
+        if isinstance(ids := message.get("prompt_token_ids"), list):
+            self._chat_prompt_ids = array("I", ids)
+
+    def _choice(self, choice: JsonObject) -> Choice:
+        index = choice.get("index") or 0
+        state = self.choices.get(index)
+        if state is None:
+            state = self.choices[index] = Choice(index, self._chat_prompt_ids)
+        return state
