@@ -76,10 +76,10 @@ class MultiConnectorLoader:
     """Entry of vLLM's connector registry: loads the choice when asked, and the owner's class not before."""
 
     def __init__(self, load_owner: Callable[[], type[Any]]) -> None:
-        self._load_owner = load_owner
+        self.load_owner = load_owner
         self._loaded: type[Any] | None = None
 
     def __call__(self) -> type[Any]:
         if self._loaded is None:
-            self._loaded = choosing(self._load_owner())
+            self._loaded = choosing(self.load_owner())
         return self._loaded
