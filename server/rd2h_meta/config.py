@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 class MetaConfig:
     """Settings of the meta service. Each has the flag `--name` with dashes."""
 
-    listen: str = "127.0.0.1:18500"
+    listen: str = "127.0.0.1:7700"
     """host:port to serve on; port 0 picks a free one, an IPv6 literal is in brackets."""
     insecure_listen: bool = False
     """Allow a non-loopback address without TLS or without client authentication."""
