@@ -3,8 +3,9 @@
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rd2h.demo.engine_spec import EngineSpec
 from rd2h.demo.launcher import Launcher
@@ -27,6 +28,9 @@ class Chain:
     chunk_tokens: int = 256
     # Added to every engine's kv_connector_extra_config.
     kv_extra: Mapping[str, object] = field(default_factory=dict)
+    # Added to every engine's command line and environment.
+    engine_args: tuple[str, ...] = ()
+    engine_env: Mapping[str, str] = field(default_factory=dict)
 
     def start_meta(self, port: int | None = None) -> "MetaProcess":
         """Starts the meta service and waits until it accepts connections."""
@@ -53,10 +57,12 @@ class Chain:
         port: int | None = None,
         kv_port: int | None = None,
         extra: Mapping[str, object] | None = None,
+        changes: Mapping[str, Any] | None = None,
     ) -> "ConnectedEngine":
-        """A Decode engine; `extra` adds to its kv_connector_extra_config."""
-        spec = EngineSpec(name, self.model_dir, "kv_consumer", kv_port=kv_port or free_port())
-        return self._start(spec, meta, extra or {}, port)
+        """A Decode engine; `extra` adds to its kv_connector_extra_config, `changes` to the fields of its spec."""
+        tp_size = (changes or {}).get("tp_size", 1)
+        spec = EngineSpec(name, self.model_dir, "kv_consumer", kv_port=kv_port or free_port(tp_size))
+        return self._start(replace(spec, **(changes or {})), meta, extra or {}, port)
 
     def start_proxy(
         self, meta: "MetaProcess", prefill: ManagedProcess, decode: ManagedProcess, name: str = "proxy"
@@ -71,20 +77,25 @@ class Chain:
         return proxy
 
     def _spec(self, name: str) -> EngineSpec:
-        return EngineSpec(name, self.model_dir, max_batched_tokens=self.chunk_tokens)
+        return self._everywhere(EngineSpec(name, self.model_dir))
+
+    def _everywhere(self, spec: EngineSpec) -> EngineSpec:
+        """The spec with what all engines of the chain have in common."""
+        return replace(
+            spec,
+            max_batched_tokens=self.chunk_tokens,
+            extra_args=(*self.engine_args, *spec.extra_args),
+            env={**self.engine_env, **spec.env},
+        )
 
     def _start(
         self, spec: EngineSpec, meta: "MetaProcess", extra: Mapping[str, object], port: int | None
     ) -> "ConnectedEngine":
         port = port or free_port()
         timeline = TimelineFile(self.launcher.log_dir / f"{spec.name}.timeline.jsonl")
-        full = EngineSpec(
-            name=spec.name,
-            model_dir=spec.model_dir,
-            role=spec.role,
-            kv_port=spec.kv_port,
-            tp_size=spec.tp_size,
-            max_batched_tokens=self.chunk_tokens,
+        common = self._everywhere(spec)
+        full = replace(
+            common,
             kv_extra={
                 "transfer_backend": "host",
                 "meta_service": f"grpc://{meta.address}",
@@ -93,7 +104,7 @@ class Chain:
                 **self.kv_extra,
                 **extra,
             },
-            env={ENVIRONMENT: str(timeline.path)},
+            env={**common.env, ENVIRONMENT: str(timeline.path)},
         )
         return ConnectedEngine(self.launcher.start_engine(full, port), timeline, full.kv_port)
 
