@@ -51,7 +51,8 @@ def service_config(options: ClientOptions) -> str:
         "initialBackoff": f"{retry.initial_backoff_s:.3f}s",
         "maxBackoff": f"{retry.max_backoff_s:.3f}s",
         "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE", "ABORTED", "RESOURCE_EXHAUSTED"],
+        # RESOURCE_EXHAUSTED is retried by the clients: gRPC would hide the reason when the deadline comes.
+        "retryableStatusCodes": ["UNAVAILABLE", "ABORTED"],
     }
     streams = [{"service": service, "method": name} for service, names in _STREAMS.items() for name in names]
     unary: dict[str, object] = {"name": [{"service": service} for service in _SERVICES]}

@@ -14,7 +14,7 @@ from rd2h_client.addresses import parse_target
 from rd2h_client.awaiting import ChildrenIterator
 from rd2h_client.channels import call_metadata, channel_credentials, channel_options
 from rd2h_client.engine_watch import EngineBatch, watch_engines
-from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, from_rpc_error
+from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, from_rpc_error, retry_delay_s
 from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.exchange_stream import ExchangeStream
 from rd2h_client.options import ClientOptions
@@ -84,9 +84,7 @@ class MetaClient:
         self.start_connecting()
         request = rendezvous_pb2.GetRendezvousStatsRequest()
         try:
-            await self._unary(
-                self._rendezvous.GetRendezvousStats, request, self.options.connect_deadline_s, wait_for_ready=True
-            )
+            await self._unary(self._rendezvous.GetRendezvousStats, request, self.options.connect_deadline_s)
             async with asyncio.timeout(self.options.connect_deadline_s):
                 await self._up.wait()
         except (MetaUnavailableError, TimeoutError) as error:
@@ -313,26 +311,25 @@ class MetaClient:
         stream.kick()
         await done.future
 
-    async def _unary(
-        self, method: Any, request: Any, deadline_s: float | None = None, wait_for_ready: bool = False
-    ) -> Any:
+    async def _unary(self, method: Any, request: Any, wait_s: float | None = None, wait_for_ready: bool = True) -> Any:
         self._running_stream()
-        try:
-            return await method(
-                request,
-                timeout=deadline_s or self.options.deadline_s,
-                metadata=self._metadata,
-                wait_for_ready=wait_for_ready,
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        deadline_s = time.monotonic() + (wait_s or self.options.deadline_s)
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return await method(request, timeout=left_s, metadata=self._metadata, wait_for_ready=wait_for_ready)
+            except grpc.aio.AioRpcError as error:
+                refusal = from_rpc_error(error)
+                delay_s = retry_delay_s(refusal, deadline_s - time.monotonic())
+                if delay_s is None:
+                    raise refusal from error
+            await asyncio.sleep(delay_s)
 
     async def _connect_failure(self) -> str:
         """Return in words why the service does not answer."""
         try:
-            await self._unary(
-                self._rendezvous.GetRendezvousStats, rendezvous_pb2.GetRendezvousStatsRequest(), deadline_s=1.0
-            )
+            request = rendezvous_pb2.GetRendezvousStatsRequest()
+            await self._unary(self._rendezvous.GetRendezvousStats, request, wait_s=1.0, wait_for_ready=False)
         except MetaError as error:
             return error.message
         return "it has just come up"

@@ -53,6 +53,16 @@ class ClientClosedError(RuntimeError):
     """The client was closed."""
 
 
+def retry_delay_s(error: MetaError, left_s: float) -> float | None:
+    """Return after how long to repeat a unary call that met a limit, or None when `left_s` does not allow that.
+
+    Transport trouble is not repeated here: gRPC does that by the channel's retry policy.
+    """
+    if not isinstance(error, MetaExhaustedError) or error.retry_after_s is None or error.retry_after_s >= left_s:
+        return None
+    return error.retry_after_s
+
+
 _CODES = {int(code.value[0]): code for code in grpc.StatusCode}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -10,7 +11,7 @@ import grpc
 
 from rd2h_client.addresses import parse_target
 from rd2h_client.channels import call_metadata, channel_credentials, channel_options
-from rd2h_client.errors import from_rpc_error
+from rd2h_client.errors import from_rpc_error, retry_delay_s
 from rd2h_client.options import ClientOptions
 from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
 from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryStub
@@ -122,7 +123,14 @@ class SyncMetaClient:
         return response
 
     def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return method(request, timeout=self._options.deadline_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        deadline_s = time.monotonic() + self._options.deadline_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return method(request, timeout=left_s, metadata=self._metadata, wait_for_ready=True)
+            except grpc.RpcError as error:
+                refusal = from_rpc_error(error)
+                delay_s = retry_delay_s(refusal, deadline_s - time.monotonic())
+                if delay_s is None:
+                    raise refusal from error
+            time.sleep(delay_s)

@@ -251,7 +251,7 @@ class PlaneMachine(RuleBasedStateMachine):
         for proxy in (True, False, True, False):
             self.flush(proxy)
         for link in (self.proxy, self.decode):
-            assert not (link.up or link.down)
+            assert (len(link.up), len(link.down)) == (0, 0)
             assert len(link.state.pending) == 0
         for rid, story in self.seen.items():
             self.check_story(rid, story)
