@@ -61,5 +61,5 @@ def test_linked_files_exist() -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"make ([a-z-]+) ", README):
+    for target in re.findall(r"^make ([a-z-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
