@@ -4,6 +4,7 @@ One endpoint object is one TCP session with one Decode generation. It is never r
 makes a new object with a new DEALER identity, which publishes its metadata again.
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -137,10 +138,16 @@ class Endpoint:
             del self.legacy_waiting[layer_idx]
         return found
 
-    def give_up_at_s(self, peer_timeout_s: float) -> float | None:
-        """When what was sent may no longer be in use by Decode; None while that cannot be said to come."""
-        if self.last_heard_s is None:
-            return None
+    def give_up_at_s(self, peer_timeout_s: float) -> float:
+        """When to give this endpoint up as things are: infinite while nothing limits it.
+
+        Once lost, what was sent may no longer be in use by Decode from then on. A legacy Decode has no heartbeat, so
+        its silence means nothing while its connection stands.
+        """
+        if self.state in (EndpointState.CONNECTING, EndpointState.HANDSHAKING):
+            return self.deadline_s
+        if self.last_heard_s is None or (self.legacy and self.state is EndpointState.READY):
+            return math.inf
         return self.last_heard_s + peer_timeout_s
 
     def open_failures(self, reason: str) -> list[Refusal]:

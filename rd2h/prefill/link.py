@@ -1,6 +1,9 @@
-"""The socket of one endpoint: a DEALER with its monitor. Owned by the publisher's thread."""
+"""The socket of one endpoint: a DEALER with its monitor. All calls are made under the publisher's lock.
 
-from collections.abc import Iterator, Mapping
+The publisher waits on the descriptors, which are edge-triggered: any call on the socket may swallow an edge, so whoever
+touched it looks at ``receivable`` afterwards.
+"""
+
 from enum import Enum
 from typing import Any
 
@@ -12,6 +15,7 @@ from rd2h.wire import MAX_FRAME_BYTES
 
 RECEIVE_HIGH_WATER = 100_000
 SEND_HIGH_WATER = 100_000
+LINGER_MS = 500
 
 
 class LinkEvent(Enum):
@@ -36,7 +40,7 @@ _LOST_EVENTS = frozenset(
 class Link:
     """One TCP session with one Decode rank; never reconnects by itself."""
 
-    def __init__(self, endpoint: Endpoint, context: "zmq.Context[Any]", poller: zmq.Poller, connect_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, context: "zmq.Context[Any]", connect_s: float) -> None:
         self.endpoint = endpoint
         self._complained = False
         socket = self._socket = context.socket(zmq.DEALER)
@@ -49,8 +53,8 @@ class Link:
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         socket.setsockopt(zmq.IPV6, 1 if ":" in endpoint.key.host else 0)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_LOST_EVENTS))
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        self.fds = (int(socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        """Descriptors to wait on."""
         host = f"[{endpoint.key.host}]" if ":" in endpoint.key.host else endpoint.key.host
         self.unusable = False
         try:
@@ -59,14 +63,15 @@ class Link:
             # A name that does not resolve, or no address at all.
             self.unusable = True
 
-    def has_events(self, events: Mapping[Any, int]) -> bool:
-        """Whether a poll result concerns this link."""
-        return self._socket in events or self._monitor in events
+    @property
+    def receivable(self) -> bool:
+        """Whether messages wait in the socket."""
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def take_event(self) -> LinkEvent | None:
         """The most important event since the last call; a loss wins."""
         seen = None
-        while self._monitor.poll(0):
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event in _LOST_EVENTS:
                 seen = LinkEvent.LOST
@@ -74,19 +79,15 @@ class Link:
                 seen = LinkEvent.CONNECTED
         return seen
 
-    def receive(self) -> Iterator[bytes]:
-        """Payloads that have arrived; an empty delimiter frame is tolerated. Ends when handling one closes the link."""
-        while not self._socket.closed:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+    def receive(self) -> list[bytes]:
+        """Payloads that have arrived, in order. An empty delimiter is tolerated; other multiparts count as empty."""
+        payloads = []
+        while self.receivable:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if frames and frames[0] == b"":
                 frames = frames[1:]
-            if len(frames) == 1:
-                yield frames[0]
-            else:
-                yield b""
+            payloads.append(frames[0] if len(frames) == 1 else b"")
+        return payloads
 
     def send(self, payload: bytes) -> bool:
         """Queue a payload; False when the peer does not take any more."""
@@ -101,10 +102,8 @@ class Link:
         first, self._complained = not self._complained, True
         return first
 
-    def close(self, poller: zmq.Poller) -> None:
-        """Close both sockets."""
-        poller.unregister(self._socket)
-        poller.unregister(self._monitor)
+    def close(self) -> None:
+        """Close both sockets; what was sent last gets ``LINGER_MS`` to go out."""
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(0)
+        self._socket.close(LINGER_MS)

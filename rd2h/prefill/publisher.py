@@ -1,7 +1,9 @@
 """Prefill's publisher: tells every Decode endpoint which layers are ready, and keeps storage gated until it has read.
 
-The forward thread calls ``publish`` and ``wait_writable``; one background thread owns all sockets and runs on events
-only. A dead or slow endpoint delays nobody else: every endpoint is a non-blocking state of its own.
+The forward thread calls ``publish`` and ``wait_writable``. A message to an endpoint that is ready goes out on the
+calling thread, so nothing is handed over on the way; one background thread does all the rest: it connects, receives and
+watches time limits, and runs on events only. All state and sockets are under one lock, which is never held while
+waiting. A dead or slow endpoint delays nobody else: every endpoint is a non-blocking state of its own.
 
 Bounds: ``MAX_ENDPOINTS`` endpoints, ``MAX_OUTBOX`` queued messages an endpoint, ``MAX_STOPPED`` remembered tokens;
 connect and handshake have deadlines; a sent message stays gated until acknowledged, or until nothing has been heard
@@ -10,24 +12,26 @@ the same address.
 """
 
 import logging
+import math
+import select
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
-from rd2h.errors import QueueFullError, WireError
+from rd2h.errors import QueueFullError, StateError, WireError
 from rd2h.gates import GateEntry, Slot, SlotGates, Writes
 from rd2h.prefill.endpoint import MAX_OUTBOX, Endpoint, EndpointChunk, EndpointKey, EndpointState, LayerMessage
 from rd2h.prefill.link import Link, LinkEvent
+from rd2h.prefill.options import PublisherOptions, SourceMemory
 from rd2h.stats import TransferStats
 from rd2h.wakeup import Wakeup
 from rd2h.wire import (
     LegacyAck,
     MfAck,
-    PeerInfo,
     Ping,
     ReadDone,
     ReadFailed,
@@ -40,6 +44,8 @@ from rd2h.wire import (
     encode_ready,
 )
 
+__all__ = ["Publisher", "PublisherOptions", "SourceMemory"]
+
 logger = logging.getLogger(__name__)
 
 MAX_ENDPOINTS = 4096
@@ -47,29 +53,8 @@ MAX_STOPPED = 65536
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherOptions:
-    """Times in seconds."""
-
-    peer_timeout_s: float = 20.0
-    connect_timeout_s: float = 5.0
-    handshake_timeout_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMemory:
-    """What a Prefill rank publishes about itself."""
-
-    session: str
-    encoded_layers: bytes
-    layer_names: Sequence[str]
-    slots: Sequence[tuple[Slot, ...]]
-    """Physical slots of each layer."""
-    peer: PeerInfo
-
-
 class Publisher:
-    """See the module. ``on_failure`` is called from the background thread with children that will get no more KV."""
+    """See the module. ``on_failure`` is called from any thread, without the lock, with children that get no more KV."""
 
     def __init__(
         self,
@@ -85,20 +70,26 @@ class Publisher:
         self._gates = SlotGates()
         self._endpoints: dict[EndpointKey, Endpoint] = {}
         self._fading: list[Endpoint] = []
-        self._inbox: deque[tuple[Endpoint, LayerMessage]] = deque()
+        self._fresh: list[Endpoint] = []
+        """Endpoints without a socket yet."""
+        self._links: dict[int, Link] = {}
+        self._by_fd: dict[int, Link] = {}
+        self._unattended: set[Link] = set()
+        """Links with messages that no descriptor will tell about: the sending thread swallowed the edge."""
+        self._failed: list[Refusal] = []
         self._stopped: OrderedDict[bytes, str] = OrderedDict()
         self._next_seq = 0
         self._next_endpoint = 0
         self._stopping = False
-        self._links: dict[int, Link] = {}
+        self._check_at_s = math.inf
         self._wakeup = Wakeup()
-        self._context = zmq.Context(io_threads=1)
-        self._poller = zmq.Poller()
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._epoll = select.epoll()
         self._thread = threading.Thread(target=self._run, name="rd2h-publisher", daemon=True)
 
     def start(self) -> None:
         """Start the background thread."""
-        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -118,31 +109,24 @@ class Publisher:
     # --- forward thread ---
 
     def publish(self, layer_idx: int, chunks: Sequence[EndpointChunk], *, last_layer: bool) -> None:
-        """Close the gates of this layer and queue its ready messages; returns at once."""
+        """Close the gates of this layer and send its ready messages, or queue them; returns at once."""
         now = self._clock()
-        failures: list[Refusal] = []
         with self._changed:
-            if self._stopping:
-                # A dead publisher costs these requests, never the engine.
-                failures = [
-                    Refusal(token, "the publisher is not running") for chunk in chunks for token in chunk.tokens
-                ]
-                chunks = ()
+            slots = self._memory.slots[layer_idx]
             for chunk in chunks:
                 try:
                     endpoint = self._endpoint(chunk.key, now)
                     if len(endpoint.outbox) + len(endpoint.unacknowledged) >= MAX_OUTBOX:
                         raise QueueFullError(f"{MAX_OUTBOX} ready messages are outstanding for {chunk.key}")
-                except QueueFullError as error:
-                    failures += [Refusal(token, str(error)) for token in chunk.tokens]
+                except (QueueFullError, StateError) as error:
+                    self._fail(Refusal(token, str(error)) for token in chunk.tokens)
                     continue
                 self._next_seq += 1
                 message = LayerMessage(self._next_seq, layer_idx, last_layer, chunk)
-                slots = self._memory.slots[layer_idx]
                 self._gates.close(GateEntry(endpoint.number, message.seq, layer_idx, slots, chunk.blocks))
-                self._inbox.append((endpoint, message))
-        self._wakeup.set()
-        self._fail(failures)
+                endpoint.outbox.append(message)
+                self._flush_from_outside(endpoint)
+        self._report()
 
     def fail_children(self, key: EndpointKey, failures: Sequence[Refusal]) -> None:
         """Tell a Decode that Prefill will not deliver these children, and stop publishing them."""
@@ -150,13 +134,14 @@ class Publisher:
         with self._changed:
             for failure in failures:
                 self._stop(failure.token, failure.reason)
-            if key.generation is not None and not self._stopping:
+            if key.generation is not None:
                 try:
                     endpoint = self._endpoint(key, now)
-                except QueueFullError:
+                except (QueueFullError, StateError):
                     return
                 endpoint.notices.append(encode_prefill_failed(key.generation, failures))
-        self._wakeup.set()
+                self._flush_from_outside(endpoint)
+        self._report()
 
     def stopped(self, token: bytes) -> str | None:
         """Why a child is no longer published, or None."""
@@ -187,6 +172,9 @@ class Publisher:
     # --- shared, under the lock ---
 
     def _endpoint(self, key: EndpointKey, now_s: float) -> Endpoint:
+        if self._stopping:
+            # A dead publisher costs these requests, never the engine.
+            raise StateError("the publisher is not running")
         endpoint = self._endpoints.get(key)
         if endpoint is not None and endpoint.usable:
             return endpoint
@@ -195,6 +183,8 @@ class Publisher:
         self._next_endpoint += 1
         endpoint = Endpoint(self._next_endpoint, key, now_s + self._options.connect_timeout_s)
         self._endpoints[key] = endpoint
+        self._fresh.append(endpoint)
+        self._wakeup.set()
         return endpoint
 
     def _stop(self, token: bytes, reason: str) -> bool:
@@ -205,69 +195,21 @@ class Publisher:
             self._stopped.popitem(last=False)
         return True
 
-    def _fail(self, failures: Sequence[Refusal]) -> None:
-        if not failures:
-            return
-        with self._changed:
-            fresh = [failure for failure in failures if self._stop(failure.token, failure.reason)]
-        if fresh:
-            self._on_failure(fresh)
+    def _fail(self, failures: Iterable[Refusal]) -> None:
+        """Note children that get no more KV, each once; ``_report`` must follow without the lock."""
+        self._failed += [failure for failure in failures if self._stop(failure.token, failure.reason)]
 
-    # --- background thread ---
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                events = dict(self._poller.poll(self._timeout_ms()))
-                if self._wakeup.fd in events:
-                    self._wakeup.clear()
-                for link in list(self._links.values()):
-                    # Handling one link may close another (a new generation replaces an old one).
-                    if self._links.get(link.endpoint.number) is link and link.has_events(events):
-                        self._receive(link)
-                self._take_inbox()
-                self._check_times()
-        except Exception:
-            logger.exception("rd2h publisher thread died")
-            raise
-        finally:
-            for link in self._links.values():
-                link.close(self._poller)
-            self._context.term()
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
-
-    def _timeout_ms(self) -> int | None:
-        deadlines = []
-        with self._changed:
-            for endpoint in (*self._endpoints.values(), *self._fading):
-                if endpoint.state in (EndpointState.CONNECTING, EndpointState.HANDSHAKING):
-                    deadlines.append(endpoint.deadline_s)
-                elif (at := endpoint.give_up_at_s(self._options.peer_timeout_s)) is not None:
-                    deadlines.append(at)
-        if not deadlines:
-            return None
-        return max(0, int((min(deadlines) - self._clock()) * 1000) + 1)
-
-    def _take_inbox(self) -> None:
-        with self._changed:
-            inbox, self._inbox = self._inbox, deque()
-            for endpoint, message in inbox:
-                endpoint.outbox.append(message)
-            fresh = [e for e in self._endpoints.values() if e.number not in self._links and e.usable]
-            dropped = [(e, m) for e, m in inbox if not e.usable]
-        for endpoint in fresh:
-            self._links[endpoint.number] = Link(endpoint, self._context, self._poller, self._options.connect_timeout_s)
-        for endpoint, _ in dropped:
-            self._release_unsent(endpoint)
-        for link in list(self._links.values()):
-            if link.unusable:
-                self._lose(link, "its address cannot be used")
-            else:
-                self._flush(link)
+    def _flush_from_outside(self, endpoint: Endpoint) -> None:
+        """Flush on a thread that does not receive: what it leaves in the socket must reach the one that does."""
+        link = self._links.get(endpoint.number)
+        if link is not None:
+            self._flush(link)
+            if link.receivable:
+                self._unattended.add(link)
+                self._wakeup.set()
 
     def _flush(self, link: Link) -> None:
+        """Send what may go out now."""
         endpoint = link.endpoint
         if endpoint.state is not EndpointState.READY:
             return
@@ -302,19 +244,97 @@ class Publisher:
             None if generation is None else (generation, message.seq, done_tokens),
         )
 
+    def _report(self) -> None:
+        """Hand noted failures out. Without the lock."""
+        if self._failed:
+            with self._changed:
+                failed, self._failed = self._failed, []
+            if failed:
+                self._on_failure(failed)
+
+    # --- background thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                timeout_s = None if self._check_at_s == math.inf else max(0.0, self._check_at_s - self._clock())
+                events = self._epoll.poll(timeout_s)
+                with self._changed:
+                    self._step([fd for fd, _ in events])
+                self._report()
+        except Exception:
+            logger.exception("rd2h publisher thread died")
+            raise
+        finally:
+            with self._changed:
+                self._stopping = True
+                for link in self._links.values():
+                    self._unwatch(link)
+                    link.close()
+                self._links.clear()
+                self._changed.notify_all()
+            self._context.term()
+            self._epoll.close()
+
+    def _step(self, fds: Sequence[int]) -> None:
+        """Handle events; all below runs under the lock."""
+        touched = {link for fd in fds if (link := self._by_fd.get(fd)) is not None}
+        if self._wakeup.fd in fds:
+            self._wakeup.clear()
+            touched |= self._unattended
+            self._unattended.clear()
+            self._connect_fresh()
+        open_gates = len(self._gates)
+        for link in touched:
+            # Handling one link may close another (a new generation replaces an old one).
+            if self._links.get(link.endpoint.number) is link:
+                self._receive(link)
+        if self._clock() >= self._check_at_s:
+            self._check_times()
+        if len(self._gates) < open_gates:
+            self._changed.notify_all()
+
+    def _connect_fresh(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        for endpoint in fresh:
+            link = Link(endpoint, self._context, self._options.connect_timeout_s)
+            self._links[endpoint.number] = link
+            for fd in link.fds:
+                self._by_fd[fd] = link
+                self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            self._check_by(endpoint.deadline_s)
+            if link.unusable:
+                self._lose(link, "its address cannot be used")
+
+    def _unwatch(self, link: Link) -> None:
+        for fd in link.fds:
+            del self._by_fd[fd]
+            self._epoll.unregister(fd)
+        self._unattended.discard(link)
+
+    def _check_by(self, deadline_s: float) -> None:
+        """Time limits must be looked at then; deadlines that move later are found again at that time."""
+        self._check_at_s = min(self._check_at_s, deadline_s)
+
     def _receive(self, link: Link) -> None:
+        endpoint = link.endpoint
         event = link.take_event()
-        if event is LinkEvent.CONNECTED and link.endpoint.state is EndpointState.CONNECTING:
-            link.endpoint.connected(self._clock() + self._options.handshake_timeout_s)
-            peer = None if link.endpoint.legacy else self._memory.peer
-            link.send(encode_mf_meta(self._memory.session, self._memory.encoded_layers, peer))
-        for payload in link.receive():
+        payloads = link.receive()
+        if event is LinkEvent.CONNECTED and endpoint.state is EndpointState.CONNECTING:
+            endpoint.connected(self._clock() + self._options.handshake_timeout_s)
+            self._check_by(endpoint.deadline_s)
+            peer = None if endpoint.legacy else self._memory.peer
+            if not link.send(encode_mf_meta(self._memory.session, self._memory.encoded_layers, peer)):
+                event = LinkEvent.LOST
+        for payload in payloads:
             try:
                 self._handle(link, payload)
             except WireError as error:
                 self._stats.add(frames_malformed=1)
                 if link.complain_once():
-                    logger.warning("rd2h: malformed reply from Decode %s: %s", link.endpoint.key, error)
+                    logger.warning("rd2h: malformed reply from Decode %s: %s", endpoint.key, error)
+            if not endpoint.usable:
+                return
         if event is LinkEvent.LOST:
             self._lose(link, "the connection was lost")
 
@@ -325,19 +345,21 @@ class Publisher:
         if isinstance(message, ReadDone | ReadFailed):
             endpoint.heard(now)
             self._acknowledge(endpoint, message, now)
+            if endpoint.legacy:
+                self._flush(link)
         elif isinstance(message, Ping):
             endpoint.heard(now)
             link.send(encode_pong(self._memory.peer.generation, message.clock_ns))
         elif isinstance(message, StopSending):
             if message.generation == self._memory.peer.generation:
                 endpoint.heard(now)
-                with self._changed:
-                    for token in message.tokens:
-                        self._stop(token, "Decode no longer wants it")
+                for token in message.tokens:
+                    self._stop(token, "Decode no longer wants it")
         elif isinstance(message, MfAck):
             self._handshaken(link, message, now)
         elif isinstance(message, LegacyAck) and endpoint.legacy:
             endpoint.acknowledged(now)
+            self._flush(link)
 
     def _handshaken(self, link: Link, ack: MfAck, now_s: float) -> None:
         endpoint = link.endpoint
@@ -345,20 +367,18 @@ class Publisher:
             self._lose(link, f"generation {ack.generation} answers where {endpoint.key.generation} was advertised")
             return
         if ack.error:
-            endpoint.notices.clear()
-            failures = endpoint.open_failures(ack.error)
-            link.send(encode_prefill_failed(ack.generation, failures))
+            link.send(encode_prefill_failed(ack.generation, endpoint.open_failures(ack.error)))
             self._lose(link, ack.error)
             return
         # The echo comes before the first ready message, so Decode's read lease runs when it reads.
         link.send(encode_pong(self._memory.peer.generation, ack.clock_ns))
         endpoint.acknowledged(now_s)
-        with self._changed:
-            known = [*self._endpoints.values(), *self._fading]
-        for other in known:
+        self._check_by(now_s + self._options.peer_timeout_s)
+        for other in [*self._endpoints.values(), *self._fading]:
             if other.key[:2] == endpoint.key[:2] and other.key.generation != ack.generation:
                 # Only one process can own the port: the older generation is gone for good.
                 self._bury(other, "a new generation answers on its address")
+        self._flush(link)
 
     def _acknowledge(self, endpoint: Endpoint, reply: ReadDone | ReadFailed, now_s: float) -> None:
         found = endpoint.match(reply.layer_idx, reply.seq)
@@ -366,63 +386,55 @@ class Publisher:
             self._stats.add(acks_ignored=1)
             return
         message, sent_s = found
-        with self._changed:
-            self._gates.acknowledge(endpoint.number, message.seq, message.layer_idx)
-            self._changed.notify_all()
+        self._gates.acknowledge(endpoint.number, message.seq, message.layer_idx)
         self._stats.add(acks=1, ack_seconds=now_s - sent_s)
         if isinstance(reply, ReadFailed):
-            self._fail([Refusal(token, reply.error) for token in message.chunk.tokens])
+            self._fail(Refusal(token, reply.error) for token in message.chunk.tokens)
         elif reply.refused:
             mine = set(message.chunk.tokens)
-            self._fail([refusal for refusal in reply.refused if refusal.token in mine])
+            self._fail(refusal for refusal in reply.refused if refusal.token in mine)
 
-    # --- loss ---
+    # --- time limits and loss ---
 
     def _check_times(self) -> None:
         now = self._clock()
         for link in list(self._links.values()):
             endpoint = link.endpoint
-            if endpoint.state in (EndpointState.CONNECTING, EndpointState.HANDSHAKING):
-                if now >= endpoint.deadline_s:
-                    self._lose(link, f"no answer while {endpoint.state.name.lower()}")
-            elif not endpoint.legacy and self._silent(endpoint, now):
+            due_s = endpoint.give_up_at_s(self._options.peer_timeout_s)
+            if now >= due_s and endpoint.state is EndpointState.READY:
                 self._lose(link, f"nothing heard for {self._options.peer_timeout_s:g} s")
+            elif now >= due_s:
+                self._lose(link, f"no answer while {endpoint.state.name.lower()}")
         for endpoint in list(self._fading):
-            if self._silent(endpoint, now):
+            if now >= endpoint.give_up_at_s(self._options.peer_timeout_s):
                 self._bury(endpoint, endpoint.reason)
-
-    def _silent(self, endpoint: Endpoint, now_s: float) -> bool:
-        at = endpoint.give_up_at_s(self._options.peer_timeout_s)
-        return at is not None and now_s >= at
+        known = [*(link.endpoint for link in self._links.values()), *self._fading]
+        self._check_at_s = min((e.give_up_at_s(self._options.peer_timeout_s) for e in known), default=math.inf)
 
     def _lose(self, link: Link, reason: str) -> None:
+        """The connection is over: its children fail; what was sent stays gated while Decode may still use it."""
         endpoint = link.endpoint
-        if endpoint.state is EndpointState.LOST:
+        if not endpoint.usable:
             return
-        handshaken = endpoint.state is EndpointState.READY
-        failures = endpoint.open_failures(f"Decode {endpoint.key.host}:{endpoint.key.port}: {reason}")
         logger.warning("rd2h: lost Decode %s:%s: %s", endpoint.key.host, endpoint.key.port, reason)
-        with self._changed:
-            endpoint.lost(reason)
-            if self._endpoints.get(endpoint.key) is endpoint:
-                del self._endpoints[endpoint.key]
-            self._fading.append(endpoint)
+        failures = endpoint.open_failures(f"Decode {endpoint.key.host}:{endpoint.key.port}: {reason}")
+        handshaken = endpoint.state is EndpointState.READY
+        endpoint.lost(reason)
+        if self._endpoints.get(endpoint.key) is endpoint:
+            del self._endpoints[endpoint.key]
         self._stats.add(endpoints_lost=1)
-        link.close(self._poller)
+        self._unwatch(link)
+        link.close()
         del self._links[endpoint.number]
-        self._release_unsent(endpoint)
-        if not handshaken or self._silent(endpoint, self._clock()):
+        self._gates.give_up_where(endpoint.number, [message.seq for message in endpoint.outbox])
+        endpoint.outbox.clear()
+        endpoint.notices.clear()
+        due_s = endpoint.give_up_at_s(self._options.peer_timeout_s)
+        if handshaken and self._clock() < due_s:
+            self._fading.append(endpoint)
+            self._check_by(due_s)
+        else:
             self._bury(endpoint, reason)
-        self._fail(failures)
-
-    def _release_unsent(self, endpoint: Endpoint) -> None:
-        """Open the gates of what a lost endpoint was never told."""
-        failures = [Refusal(token, endpoint.reason) for message in endpoint.outbox for token in message.chunk.tokens]
-        with self._changed:
-            self._gates.give_up_where(endpoint.number, [message.seq for message in endpoint.outbox])
-            endpoint.outbox.clear()
-            endpoint.notices.clear()
-            self._changed.notify_all()
         self._fail(failures)
 
     def _bury(self, endpoint: Endpoint, reason: str) -> None:
@@ -430,9 +442,7 @@ class Publisher:
         link = self._links.get(endpoint.number)
         if link is not None:
             self._lose(link, reason)
-        with self._changed:
-            if endpoint in self._fading:
-                self._fading.remove(endpoint)
-            self._gates.give_up(endpoint.number)
-            endpoint.unacknowledged.clear()
-            self._changed.notify_all()
+        if endpoint in self._fading:
+            self._fading.remove(endpoint)
+        self._gates.give_up(endpoint.number)
+        endpoint.unacknowledged.clear()
