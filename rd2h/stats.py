@@ -29,6 +29,15 @@ FIELDS: Mapping[str, str] = {
     "children_done": "children that received all their KV",
     "children_failed": "children that ended failed",
     "children_aborted": "children that were aborted while waiting for KV",
+    "offload_hits": "selected tokens of sparse offload that were in the hot buffer",
+    "offload_misses": "selected tokens of sparse offload that were copied from the host pool, counted once a selection",
+    "offload_evictions": "tokens of sparse offload that made room in the hot buffer",
+    "offload_resyncs": "times that a layer sharing a selection had skipped a step and copied the whole selection",
+    "offload_rows_appended": "new token rows written to the host pool, summed over layers",
+    "offload_h2d_bytes": "bytes copied from the host pool to hot buffers",
+    "offload_h2d_seconds": "time of these copies",
+    "offload_d2h_bytes": "bytes of new token rows written to the host pool",
+    "offload_d2h_seconds": "time of these writes",
 }
 
 

@@ -91,7 +91,8 @@ class SparseOffloadConfig:
     @classmethod
     def read(cls, additional_config: Mapping[str, Any] | None) -> "SparseOffloadConfig":
         """The section alone: keys and types, no rules about the engine. Raises ConfigError."""
-        section = (additional_config or {}).get(SECTION)
+        # vLLM also takes objects here, for platforms that know them; those hold no section of ours.
+        section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
         if section is None:
             return cls()
         if not isinstance(section, Mapping):

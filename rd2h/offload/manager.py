@@ -326,6 +326,11 @@ def _integers(values: Any, dtype: type[Any]) -> npt.NDArray[Any]:
 _current: list[SparseKVOffloadManager] = []
 
 
+def current_manager() -> SparseKVOffloadManager | None:
+    """The process's manager, or None."""
+    return _current[0] if _current else None
+
+
 def get_sparse_kv_offload_manager() -> SparseKVOffloadManager:
     """The process's manager. Raises StateError when there is none (yet)."""
     if not _current:
