@@ -66,6 +66,15 @@ def kv_dtype(kv_caches: Mapping[str, Any]) -> str:
     raise LayoutError("no main KV cache was registered")
 
 
+def device_index(kv_caches: Mapping[str, Any]) -> int:
+    """Index of the device that the caches lie on; a host pool registered among them does not count."""
+    for cache in kv_caches.values():
+        for tensor in _tensors(cache):
+            if tensor.device.type != "cpu" and tensor.device.index is not None:
+                return int(tensor.device.index)
+    return 0
+
+
 def _tensors(cache: Any) -> Sequence[Any]:
     if isinstance(cache, tuple | list):
         return [tensor for tensor in cache if tensor is not None]
