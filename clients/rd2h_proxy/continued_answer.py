@@ -19,7 +19,7 @@ from rd2h_proxy.openai_request import Api, JsonObject
 from rd2h_proxy.recompute_policy import RECOMPUTED, cannot_continue
 from rd2h_proxy.sse import SseOverflowError, SseReader, event_data
 from rd2h_proxy.stream_shape import StreamShape
-from rd2h_proxy.token_account import Choice, TokenAccount
+from rd2h_proxy.token_account import Choice, TokenAccount, read_plain
 from rd2h_proxy.whole_answer import finish_whole
 
 _GIVEN_BACK = re.compile(rb'"stop_reason":\s*"recomputed"')
@@ -97,6 +97,8 @@ class ContinuedStream:
         self._account = TokenAccount()
         self._reader = SseReader(MAX_EVENT_BYTES)
         self._shape = StreamShape(running.request)
+        # Only parsed messages and offsets of log-probabilities need to know what text was sent before.
+        self._text_matters = bool(running.request.body.get("tools")) or bool(running.request.body.get("logprobs"))
         self._held: list[bytes] = []
         self.content_type = self._answer.content_type
         self.head = self._pass(self._answer.head)
@@ -121,6 +123,15 @@ class ContinuedStream:
             yield self._shape.with_usage(event)
 
     def _pass(self, chunk: bytes) -> bytes:
+        if self._text_matters or self._reader.holding:
+            return self._pass_parsed(chunk)
+        plain = read_plain(chunk)
+        if plain is None or plain.index not in self._account.choices:
+            return self._pass_parsed(chunk)
+        self._account.take_plain(plain)
+        return chunk if self._running.request.shows_token_ids else plain.hidden
+
+    def _pass_parsed(self, chunk: bytes) -> bytes:
         try:
             events = self._reader.feed(chunk)
         except SseOverflowError as error:
@@ -140,6 +151,7 @@ class ContinuedStream:
         if not choices:
             return self._hold_or_pass(event)
         self._shape.learn(message)
+        self._text_matters = self._text_matters or any(map(self._account.is_parsed, choices))
         if any(choice.get("stop_reason") == RECOMPUTED for choice in choices):
             return self._shape.without_the_end(message)
         return self._shape.shown(event, message)

@@ -139,6 +139,10 @@ class EnginePool:
         reasons = [f"{t.address}: {t.unusable_reason(now) or 'usable'}" for t in self._targets.values()]
         return "; ".join(reasons) or f"no {self.role.value} engine is known"
 
+    def try_acquire(self, work_tokens: int, fits: Filter = anything, exclude: Collection[str] = ()) -> Lease | None:
+        """A place if there is one now and nobody waits for one."""
+        return None if self._waiters else self._place(work_tokens, fits, exclude)
+
     async def acquire(
         self, work_tokens: int, timeout_s: float, fits: Filter = anything, exclude: Collection[str] = ()
     ) -> Lease:
@@ -148,7 +152,7 @@ class EnginePool:
             OverloadedError: the queue is full.
             UnavailableError: no place became free within `timeout_s`.
         """
-        if not self._waiters and (lease := self._place(work_tokens, fits, exclude)) is not None:
+        if (lease := self.try_acquire(work_tokens, fits, exclude)) is not None:
             return lease
         if len(self._waiters) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiters)} requests already wait for a {self.role.value} engine")

@@ -69,7 +69,8 @@ class Prober:
         history = self._histories.setdefault((target.role.value, target.address), _History())
         state = await self._ask(target, history)
         if state is not target.probe:
-            log.warning("%s engine %s: health check says %s", target.role.value, target.address, state.value)
+            level = logging.WARNING if state is ProbeState.DOWN else logging.INFO
+            log.log(level, "%s engine %s: health check says %s", target.role.value, target.address, state.value)
             target.probe = state
             pool.wake()
         if state is not ProbeState.DOWN:

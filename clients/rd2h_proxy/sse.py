@@ -25,6 +25,11 @@ class SseReader:
         """Bytes of the event that is not complete yet."""
         return bytes(self._rest)
 
+    @property
+    def holding(self) -> bool:
+        """Whether a part of an event is held."""
+        return bool(self._rest)
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """Adds a chunk and returns the events that are complete now, each with its closing blank line.
 

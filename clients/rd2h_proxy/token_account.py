@@ -18,6 +18,36 @@ def hide_token_ids(raw: bytes) -> bytes:
     return _ID_LISTS.sub(rb'"\1":null', raw)
 
 
+# One event with one choice that goes on, and nothing in it but text and ids.
+_PLAIN = re.compile(rb'data: \{.*?"index":(\d+),.*"token_ids":\[([\d,]+)\].*\n\n', re.DOTALL)
+_NOT_PLAIN = re.compile(rb'"(?:tool_calls|reasoning\w*|prompt_token_ids)":[^n]|"(?:logprobs|usage)":\{|"delta":\{\}')
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEvent:
+    """What is in an event of the common kind, read without parsing its JSON."""
+
+    index: int
+    token_ids: list[int]
+    hidden: bytes
+    """The event without its token ids."""
+
+
+def read_plain(chunk: bytes) -> PlainEvent | None:
+    """The content of a chunk that is one event of the common kind; None for all others.
+
+    Texts cannot deceive this: within a JSON text every quote is escaped, so a key never looks like a key there.
+    """
+    if chunk.count(b"\n\n") != 1 or chunk.count(b'"token_ids":') != 1 or b'"finish_reason":null' not in chunk:
+        return None
+    match = _PLAIN.fullmatch(chunk)
+    if match is None or _NOT_PLAIN.search(chunk) is not None:
+        return None
+    start, end = match.span(2)
+    hidden = b"".join((chunk[: start - 1], b"null", chunk[end + 1 :]))
+    return PlainEvent(int(match[1]), [int(number) for number in match[2].split(b",")], hidden)
+
+
 @dataclass(slots=True)
 class ToolCall:
     """What of one tool call has been streamed."""
@@ -97,11 +127,19 @@ class TokenAccount:
             state.take_ids(choice)
             state.take_delta(choice)
 
+    def take_plain(self, event: PlainEvent) -> None:
+        """Adds the ids of an event of the common kind; its text is not kept."""
+        self.choices[event.index].generated_ids.extend(event.token_ids)
+
     def take_answer(self, answer: JsonObject) -> None:
         """Adds a complete answer."""
         self._take_prompt(answer)
         for choice in answer.get("choices") or ():
             self._choice(choice).take_ids(choice)
+
+    def is_parsed(self, choice: JsonObject) -> bool:
+        """Whether a parser of the engine works on the choice that an event belongs to."""
+        return self._choice(choice).parsed
 
     def given_back(self) -> list[Choice]:
         """Choices that have to be continued."""
