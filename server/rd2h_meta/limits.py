@@ -17,9 +17,9 @@ class RegistryLimits:
     """Shortest lease time granted."""
     max_ttl_s: float = 120.0
     """Longest lease time granted."""
-    history_events: int = 16_384
+    history_events: int = 4_096
     """Changes kept for watchers that resume."""
-    watcher_queue_events: int = 16_384
+    watcher_queue_events: int = 8_192
     """Changes queued for one watcher before it is told to list again."""
     max_watchers: int = 4_096
     """Watches open at a time."""
