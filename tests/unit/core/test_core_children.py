@@ -277,8 +277,13 @@ def test_a_lost_connection_fails_its_children_only() -> None:
     assert table.fail_source(right, "lost", 1.0) == [token(1)]
     assert table.take_finished() == [Finished("r1", token(1), Outcome.FAILED, "lost")]
     assert table.fail_source(right, "lost", 1.0) == []
+    read = table.begin_read([token(3)])
+    table.abort("r3", 1.0)
+    assert table.fail_source(other, "lost", 1.0) == [], "it has ended already"
     assert table.fail_source(left, "lost", 1.0) == [token(2)]
-    assert len(table) == 1
+    table.end_read(read, 1.0)
+    assert outcomes(table) == [("r2", Outcome.FAILED), ("r3", Outcome.ABORTED)]
+    assert_empty(table)
 
 
 def test_a_second_contributor_of_a_ratio_one_peer_is_refused() -> None:
