@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rd2h import vllm_compat
-from rd2h.caches import cache_layout, kv_dtype, layer_slots, storage_regions
+from rd2h import startup, vllm_compat
+from rd2h.caches import cache_layout, device_index, kv_dtype, layer_slots, storage_regions
 from rd2h.config import ConnectorConfig
 from rd2h.control import ControlPlane, Identity
 from rd2h.decode.destination import Destination
@@ -29,6 +29,8 @@ from rd2h.engines.suppressed import SuppressedReads
 from rd2h.errors import ConfigError
 from rd2h.groups import CacheGroups, infer_groups
 from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
+from rd2h.offload.config import SparseOffloadConfig
+from rd2h.offload.destination import find_manager, offload_destination, offload_layout
 from rd2h.prefill.admission import AdmissionRules
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.prefill.scheduler import PrefillScheduler
@@ -36,10 +38,7 @@ from rd2h.prefill.worker import PrefillWorker
 from rd2h.stats import TransferStats
 from rd2h.steps import ChildFailure
 from rd2h.timeline import Timeline
-from rd2h.topology import base_port
 from rd2h.wire import WIRE_VERSION, PeerInfo
-
-ROLES = ("kv_producer", "kv_consumer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,15 @@ class EngineFacts:
     groups: CacheGroups
     num_blocks: int
     base_layers: int
+    offload: bool = False
+    """Decode keeps main KV in a host pool that its TP ranks share."""
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         """Facts from vLLM's configuration; raises ConfigError in one line for anything that cannot work."""
         transfer = vllm_config.kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config or {})
-        if transfer.kv_role not in ROLES:
-            raise ConfigError.bad_value("kv_role", transfer.kv_role, ROLES)
-        producer = transfer.kv_role == "kv_producer"
+        producer = startup.is_producer(transfer.kv_role)
         sizes = vllm_compat.parallel_sizes(vllm_config)
         if sizes.pp_size != 1 or sizes.cp_size != 1:
             raise ConfigError(
@@ -80,18 +79,27 @@ class EngineFacts:
                 "both must be 1",
                 key="parallel_config",
             )
+        startup.check_pairing(config, producer, sizes.tp_size)
+        text_config = vllm_config.model_config.hf_text_config
+        startup.check_offload_side(
+            vllm_config.additional_config,
+            producer,
+            sparse_on_npu=config.transfer_backend == "memfabric" and hasattr(text_config, "index_topk"),
+            load_failure_policy=getattr(transfer, "kv_load_failure_policy", "fail"),
+        )
         groups = kv_cache_config.kv_cache_groups
         return cls(
             config,
             producer,
             transfer.engine_id,
-            0 if producer else base_port(transfer.kv_port, sizes.dp_rank, sizes.tp_size),
-            config.advertise_host or vllm_compat.own_host(),
+            0 if producer else startup.decode_base_port(transfer.kv_port, sizes.dp_rank, sizes.dp_size, sizes.tp_size),
+            startup.reachable_host(config, config.advertise_host or vllm_compat.own_host()),
             vllm_compat.served_model(vllm_config),
             sizes,
             infer_groups([g.layer_names for g in groups], [g.kv_cache_spec.block_size for g in groups]),
             kv_cache_config.num_blocks,
-            vllm_config.model_config.hf_text_config.num_hidden_layers,
+            text_config.num_hidden_layers,
+            SparseOffloadConfig.read(vllm_config.additional_config).enabled,
         )
 
     def contract(self, layout: CacheLayout, dtype: str) -> Contract:
@@ -229,10 +237,12 @@ class DecodeWorkerSide:
     engine: TransferEngine
     stats: TransferStats
     handshake: Handshake
+    offload_stats: Callable[[], Mapping[str, float]] = dict
+    """Counters of sparse offload since the last call."""
 
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call, with gauges when there is anything to say."""
-        values = self.stats.take()
+        values = {**self.stats.take(), **self.offload_stats()}
         if not values:
             return {}
         children, parked, reads = self.puller.counts()
@@ -275,10 +285,19 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
 
 
 def decode_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> DecodeWorkerSide:
-    """Decode's worker half over registered caches; its own paged cache is the destination."""
-    layout = cache_layout(kv_caches, facts.num_blocks, facts.base_layers)
-    handshake = _handshake(facts, layout, kv_caches)
+    """Decode's worker half over registered caches. The destination is its own paged cache, or a shared host pool."""
     rank, config, sizes = vllm_compat.tp_rank(), facts.config, facts.sizes
+    offload_stats: Callable[[], Mapping[str, float]] = dict
+    if facts.offload:
+        manager = find_manager()
+        layout = offload_layout(manager, kv_caches, facts.num_blocks, facts.base_layers)
+        destination = offload_destination(layout, rank, sizes.tp_size)
+        # vllm-ascend's manager counts nothing.
+        offload_stats = getattr(manager, "take_stats", dict)
+    else:
+        layout = cache_layout(kv_caches, facts.num_blocks, facts.base_layers)
+        destination = Destination(layout, rank, sizes.tp_size, split_main=False)
+    handshake = _handshake(facts, layout, kv_caches)
     engine = _engine(facts, kv_caches)
     engine.initialize(EngineRole.DECODE)
     stats = TransferStats()
@@ -297,10 +316,9 @@ def decode_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> DecodeWor
         require_registered=config.require_registered_prefill and config.meta_service is not None,
         legacy_hosts=config.legacy_prefill_hosts,
     )
-    destination = Destination(layout, rank, sizes.tp_size, split_main=False)
     puller = Puller(options, destination, engine, stats, Timeline.from_environment("D"))
     puller.start()
-    return DecodeWorkerSide(DecodeWorker(puller), puller, engine, stats, handshake)
+    return DecodeWorkerSide(DecodeWorker(puller), puller, engine, stats, handshake, offload_stats)
 
 
 def _handshake(facts: EngineFacts, layout: CacheLayout, kv_caches: Mapping[str, Any]) -> Handshake:
@@ -312,11 +330,9 @@ def _engine(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> TransferEngine:
     config = facts.config
     options: EngineOptions | None = None
     if config.transfer_backend == "memfabric":
-        first = next(iter(kv_caches.values()))
-        tensor = first[0] if isinstance(first, tuple | list) else first
         options = MemfabricOptions(
             facts.host,
-            tensor.device.index or 0,
+            device_index(kv_caches),
             MemfabricProtocol.parse(config.memfabric_transfer_protocol),
             config.memfabric_store_url,
         )

@@ -3,18 +3,18 @@
 Every error is one line that names the key, the value and what is allowed.
 """
 
-import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rd2h.engines import MemfabricProtocol
 from rd2h.errors import ConfigError
 
 TRANSFER_BACKENDS = ("memfabric", "host")
-META_SCHEMES = ("grpc://", "grpcs://")
-WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
+MAX_TEXT = 1024
 
 
 def _boolean(key: str, value: object) -> bool:
@@ -24,9 +24,22 @@ def _boolean(key: str, value: object) -> bool:
 
 
 def _text(key: str, value: object) -> str:
-    if not isinstance(value, str) or not value or len(value) > 1024:
-        raise ConfigError.bad_value(key, value, "a non-empty string")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise ConfigError.bad_value(key, value, f"a string of 1..{MAX_TEXT} characters")
     return value
+
+
+def _secret(key: str, value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise ConfigError(f"{key} is not allowed; expected a string of 1..{MAX_TEXT} printable characters", key=key)
+    return value
+
+
+def _file(key: str, value: object) -> str:
+    text = _text(key, value)
+    if not Path(text).is_file() or not os.access(text, os.R_OK):
+        raise ConfigError.bad_value(key, value, "a readable file")
+    return text
 
 
 def _positive(key: str, value: object) -> float:
@@ -58,24 +71,52 @@ def _protocol(key: str, value: object) -> str:
 
 
 def _meta_service(key: str, value: object) -> str:
-    text = _text(key, value)
-    if not text.startswith(META_SCHEMES):
-        raise ConfigError.bad_value(key, value, "grpc://host:port or grpcs://host:port")
-    return text
+    from rd2h_client.addresses import AddressError, parse_target
 
-
-def _advertised(key: str, value: object) -> str:
-    text = _text(key, value).strip("[]")
-    if text in WILDCARDS or _is_unspecified(text):
-        raise ConfigError.bad_value(key, value, "an address that peers can reach, no wildcard")
-    return text
-
-
-def _is_unspecified(host: str) -> bool:
+    text, allowed = _text(key, value), "grpc://host:port or grpcs://host:port"
+    if not text.startswith(("grpc://", "grpcs://")):
+        raise ConfigError.bad_value(key, value, allowed)
     try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+        return parse_target(text).url
+    except AddressError as error:
+        raise ConfigError.bad_value(key, value, f"{allowed} ({error.__cause__})") from None
+
+
+def advertised_host(key: str, value: object) -> str:
+    """A host that peers can connect to, without brackets. Raises ConfigError naming ``key``."""
+    from rd2h_client.addresses import AddressError, check_advertised_host
+
+    host = _text(key, value).removeprefix("[").removesuffix("]")
+    try:
+        check_advertised_host(host)
+    except AddressError as error:
+        raise ConfigError.bad_value(key, value, str(error)) from None
+    return host
+
+
+def _bind_host(key: str, value: object) -> str:
+    """As ``advertised_host``, but wildcards may be listened on."""
+    text = _text(key, value).removeprefix("[").removesuffix("]")
+    wildcards = {"*": "0.0.0.0", "0.0.0.0": "0.0.0.0", "::": "::"}
+    return wildcards.get(text) or advertised_host(key, text)
+
+
+def _store_url(key: str, value: object) -> str:
+    url = urlsplit(_text(key, value))
+    if url.scheme != "tcp" or not url.hostname or url.path or url.query:
+        raise ConfigError.bad_value(key, value, "tcp://host or tcp://host:port")
+    return str(value)
+
+
+def _http_address(key: str, value: object) -> str:
+    from rd2h_client.addresses import AddressError, check_advertised_host, join_host_port, split_host_port
+
+    try:
+        host, port = split_host_port(_text(key, value))
+        check_advertised_host(host)
+    except AddressError as error:
+        raise ConfigError.bad_value(key, value, f"host:port, reachable ({error})") from None
+    return join_host_port(host, port)
 
 
 def _hosts(key: str, value: object) -> frozenset[str]:
@@ -96,26 +137,30 @@ class ConnectorConfig:
     """"memfabric" on Ascend, "host" between processes of one machine. Required, equal on Prefill and Decode."""
     memfabric_transfer_protocol: str = _key(_protocol, "sdma")
     """"sdma" (default) or "device_rdma" on A3, "device_urma" on 950PR/950DT; equal on Prefill and Decode."""
-    memfabric_store_url: str | None = _key(_text)
+    memfabric_store_url: str | None = _key(_store_url)
     """Config store of MemFabric; by default tcp://<advertise_host>."""
     use_layerwise: bool = _key(_boolean, True)
     """Accepted for compatibility: transfer is always layer by layer."""
     meta_service: str | None = _key(_meta_service, None, "RD2H_META_SERVICE")
     """grpc://host:port of the meta service; the only one this engine ever contacts."""
-    meta_token: str | None = _key(_text, None, "RD2H_META_TOKEN")
+    meta_token: str | None = _key(_secret, None, "RD2H_META_TOKEN")
     """Bearer token for the meta service."""
-    meta_ca: str | None = _key(_text, None, "RD2H_META_CA")
+    meta_ca: str | None = _key(_file, None, "RD2H_META_CA")
     """PEM file of the authority that signed the meta service's certificate."""
-    meta_cert: str | None = _key(_text, None, "RD2H_META_CERT")
+    meta_cert: str | None = _key(_file, None, "RD2H_META_CERT")
     """PEM file of this engine's certificate, for mutual TLS."""
-    meta_key: str | None = _key(_text, None, "RD2H_META_KEY")
+    meta_key: str | None = _key(_file, None, "RD2H_META_KEY")
     """PEM file of this engine's private key, for mutual TLS."""
-    advertise_host: str | None = _key(_advertised, None, "RD2H_ADVERTISE_HOST")
+    advertise_host: str | None = _key(advertised_host, None, "RD2H_ADVERTISE_HOST")
     """Address under which peers reach this engine; by default vLLM's host address."""
-    bind_host: str | None = _key(_text)
+    bind_host: str | None = _key(_bind_host)
     """Decode: address to listen on; by default the advertised one."""
-    http_address: str | None = _key(_text, None, "RD2H_HTTP_ADDRESS")
+    http_address: str | None = _key(_http_address, None, "RD2H_HTTP_ADDRESS")
     """host:port of this engine's OpenAI server, told to the meta service."""
+    prefill_tp_size: int | None = _key(_count)
+    """Tensor-parallel size of the Prefill engines, to check the pairing at start-up instead of at the first request."""
+    decode_tp_size: int | None = _key(_count)
+    """Tensor-parallel size of the Decode engines, as ``prefill_tp_size``."""
     peer_timeout_s: float = _key(_positive, 20.0)
     """After this long without a sign of life a peer is given up; equal on Prefill and Decode."""
     connect_timeout_s: float = _key(_positive, 5.0)
@@ -154,11 +199,11 @@ class ConnectorConfig:
             raise ConfigError.bad_value("transfer_backend", None, TRANSFER_BACKENDS)
         values: dict[str, Any] = {}
         for name, entry in known.items():
-            raw = extra.get(name)
-            if raw is None and entry.metadata["env"]:
-                raw = environment.get(entry.metadata["env"]) or None
+            raw, shown, variable = extra.get(name), name, entry.metadata["env"]
+            if raw is None and variable:
+                raw, shown = environment.get(variable) or None, f"{name} (from {variable})"
             if raw is not None:
-                values[name] = entry.metadata["check"](name, raw)
+                values[name] = entry.metadata["check"](shown, raw)
         config = cls(**values)
         if (config.meta_cert is None) != (config.meta_key is None):
             raise ConfigError("meta_cert and meta_key must be given together", key="meta_cert")

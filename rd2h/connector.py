@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from rd2h import assembly, vllm_compat
 from rd2h.assembly import EngineFacts, Handshake
-from rd2h.errors import StateError
+from rd2h.config import ConnectorConfig
+from rd2h.errors import Rd2hError, StateError
 from rd2h.metrics import Rd2hPromMetrics, Rd2hStats
 from rd2h.steps import ChildFailure, DecodeStep, PrefillStep
 
@@ -72,7 +73,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._facts = EngineFacts.of(vllm_config, kv_cache_config)
+        try:
+            self._facts = EngineFacts.of(vllm_config, kv_cache_config)
+        except Rd2hError as error:
+            logger.error("rd2h: the engine cannot start: %s", error)
+            raise
         self._producer = self._facts.producer
         self._is_worker = role is KVConnectorRole.WORKER
         self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
@@ -273,7 +278,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks must run between graph pieces."""
+        """Layer hooks must run between graph pieces; vLLM asks early, so bad settings are refused here already."""
+        ConnectorConfig.parse(extra_config)
         return True
 
     # --- helpers ---

@@ -2,7 +2,7 @@
 
 It differs from vLLM's class in five things, and in nothing else:
 
-- completion providers run first in the layer hooks, and a sibling may take over their wait (``rd2h.composition.phases``);
+- completion providers run first in the layer hooks, and a sibling may take over their wait: see ``phases``;
 - ``on_kv_cache_written`` is passed on, to the members that have it;
 - a member that asks for full block groups gets them, with the token count, even when another was chosen to load;
 - every member gets its own handshake metadata back, not that of the first member that has any;
@@ -120,9 +120,9 @@ class MultiConnector(multi_connector.MultiConnector):
         def finish(member: Any) -> Finished:
             if supports_hma(member):
                 finished: Finished = member.request_finished_all_groups(request, block_ids)
-                return finished
-            (only,) = block_ids
-            finished = member.request_finished(request, only)
+            else:
+                (only,) = block_ids
+                finished = member.request_finished(request, only)
             return finished
 
         return self._finish(request, finish)

@@ -61,7 +61,7 @@ EngineConfig = Callable[..., Any]
 
 @pytest.fixture
 def engine_config(tiny_model_dir: Path, registry: dict[str, Any]) -> EngineConfig:
-    """Makes a VllmConfig as ``vllm serve`` would: ``engine_config(kv_transfer_config as a dict, **engine arguments)``."""
+    """Makes a VllmConfig as ``vllm serve`` would, from ``kv_transfer_config`` as a dict and engine arguments."""
 
     def make(transfer: dict[str, Any] | None, **arguments: Any) -> Any:
         from vllm.config import KVTransferConfig

@@ -1,7 +1,7 @@
 """vLLM connectors that record what reaches them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -51,7 +51,7 @@ class RecordingStats(KVConnectorStats):
 class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
     """Every call goes into ``calls``; what it answers is set from outside. ``log`` is shared by all members."""
 
-    log: list[tuple[str, str, Any]] = []
+    log: ClassVar[list[tuple[str, str, Any]]] = []
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
