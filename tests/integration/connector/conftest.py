@@ -82,14 +82,16 @@ def engine_config(tiny_model_dir: Path, registry: dict[str, Any]) -> EngineConfi
 
 @pytest.fixture
 def cache_config() -> Callable[..., Any]:
-    """Makes a KVCacheConfig: ``cache_config(layers, blocks)`` of one group of MLA layers with 16-token blocks."""
+    """Makes a KVCacheConfig of one group of MLA layers with 16-token blocks; with an indexer each if asked for."""
 
-    def make(layers: int = 3, blocks: int = 8) -> Any:
+    def make(layers: int = 3, blocks: int = 8, indexers: bool = False) -> Any:
         import torch
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
         spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
         names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
+        if indexers:
+            names += [f"model.layers.{index}.self_attn.indexer.k_cache" for index in range(layers)]
         return KVCacheConfig(blocks, [], [KVCacheGroupSpec(names, spec)])
 
     return make
