@@ -22,8 +22,8 @@ from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-EVENTS = 10_000
-"""More than a watcher's queue holds."""
+EVENTS = 12_000
+"""More than a watcher's queue, the message under way and gRPC's own buffers hold."""
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
