@@ -5,13 +5,13 @@ sizes only, so a chunk's offsets are computed once for each distinct set of bloc
 base addresses. All addresses are 64-bit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rd2h.layout import LayerLayout, TensorLayout
+from rd2h.layout import LayerLayout
 
 Blocks = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
@@ -44,8 +44,7 @@ def coalesce(source: Blocks, local: Blocks) -> Runs:
     return Runs(source[begins], local[begins], counts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Descriptors:
+class Descriptors(NamedTuple):
     """One batched read: ``lengths[i]`` bytes from ``peer[i]`` to ``local[i]`` (uint64[n] each)."""
 
     local: Addresses
@@ -55,11 +54,33 @@ class Descriptors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerPair:
+    """One layer on both sides, prepared for all chunks: base addresses by tensor (uint64[t] each) and block sizes."""
+
+    local_bases: Addresses
+    peer_bases: Addresses
+    main_bytes: tuple[int, ...]
+    indexer_bytes: tuple[int, ...]
+    """Block bytes of indexer and scale, where present."""
+
+    @classmethod
+    def of(cls, source: LayerLayout, destination: LayerLayout) -> "LayerPair":
+        """The two layouts have passed ``check_source``."""
+        return cls(
+            np.array([tensor.base_addr for tensor in destination.tensors], np.uint64),
+            np.array([tensor.base_addr for tensor in source.tensors], np.uint64),
+            tuple(tensor.block_bytes for tensor in destination.main),
+            tuple(tensor.block_bytes for tensor in destination.indexer_tensors),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Offsets:
     local: Addresses
     peer: Addresses
     lengths: Addresses
-    descriptors_per_tensor: Sequence[int]
+    tensor_of: Blocks
+    """Position of each descriptor's tensor in its layer (int64[n])."""
     nbytes: int
 
 
@@ -69,35 +90,32 @@ class ChunkPlan:
 
     main: Runs
     indexer: Runs
-    _offsets: dict[tuple[int, ...], _Offsets] = field(default_factory=dict)
+    _offsets: dict[tuple[tuple[int, ...], tuple[int, ...]], _Offsets] = field(default_factory=dict)
 
     def descriptors(self, source: LayerLayout, destination: LayerLayout) -> Descriptors:
         """Descriptors of one layer; the two layouts have passed ``check_source``."""
-        key = (len(destination.main), *(tensor.block_bytes for tensor in destination.tensors))
+        return self.of_pair(LayerPair.of(source, destination))
+
+    def of_pair(self, pair: LayerPair) -> Descriptors:
+        """Descriptors of one layer that was prepared before."""
+        key = (pair.main_bytes, pair.indexer_bytes)
         offsets = self._offsets.get(key)
         if offsets is None:
-            offsets = self._offsets[key] = self._compute(destination)
-        counts = offsets.descriptors_per_tensor
+            offsets = self._offsets[key] = self._compute(pair)
         return Descriptors(
-            offsets.local + _bases(destination.tensors, counts),
-            offsets.peer + _bases(source.tensors, counts),
+            offsets.local + pair.local_bases.take(offsets.tensor_of),
+            offsets.peer + pair.peer_bases.take(offsets.tensor_of),
             offsets.lengths,
             offsets.nbytes,
         )
 
-    def _compute(self, layer: LayerLayout) -> _Offsets:
-        parts = [(self.main, tensor) for tensor in layer.main] + [(self.indexer, t) for t in layer.indexer_tensors]
-        local = np.concatenate([runs.local * tensor.block_bytes for runs, tensor in parts])
-        peer = np.concatenate([runs.source * tensor.block_bytes for runs, tensor in parts])
-        lengths = np.concatenate([runs.count * tensor.block_bytes for runs, tensor in parts])
+    def _compute(self, pair: LayerPair) -> _Offsets:
+        parts = [(self.main, size) for size in pair.main_bytes] + [(self.indexer, size) for size in pair.indexer_bytes]
+        lengths = np.concatenate([runs.count * size for runs, size in parts])
         return _Offsets(
-            local.astype(np.uint64),
-            peer.astype(np.uint64),
+            np.concatenate([runs.local * size for runs, size in parts]).astype(np.uint64),
+            np.concatenate([runs.source * size for runs, size in parts]).astype(np.uint64),
             lengths.astype(np.uint64),
-            [len(runs.count) for runs, _ in parts],
+            np.repeat(np.arange(len(parts)), [len(runs.count) for runs, _ in parts]),
             int(lengths.sum()),
         )
-
-
-def _bases(tensors: Sequence[TensorLayout], counts: Sequence[int]) -> Addresses:
-    return np.repeat(np.array([tensor.base_addr for tensor in tensors], np.uint64), counts)

@@ -7,7 +7,7 @@ means. The puller around it only moves bytes between sockets, engine and this bo
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rd2h.children import ChildSpec, ChildTable, Finished, Outcome
 from rd2h.decode.chunks import Chunk, Shares
@@ -17,9 +17,9 @@ from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import Received
 from rd2h.engines import ReadResult
 from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
-from rd2h.layout import LayerLayout, decode_layer_map
+from rd2h.layout import decode_layer_map
 from rd2h.lease import ReadLease
-from rd2h.plan import Descriptors
+from rd2h.plan import Descriptors, LayerPair
 from rd2h.stats import TransferStats
 from rd2h.topology import TpMapping
 from rd2h.wire import (
@@ -41,16 +41,14 @@ from rd2h.wire import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What to do next for a connection: open a session, or send ``payload`` (nothing when empty)."""
 
     payload: bytes = b""
     open_session: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadTask:
+class ReadTask(NamedTuple):
     """One batched read that may start now; ``finish_read`` must follow."""
 
     head: ReadyHead
@@ -150,15 +148,16 @@ class PullBook:
 
     def accept(self, received: Received, now_s: float, now_ns: int) -> tuple[Connection | None, Answer | None]:
         """Take in one frame; returns a connection to serve and an answer to send, each if there is one."""
+        connection = self.connections.get(received.identity)
         try:
-            message = decode_from_prefill(received.payload)
+            message = decode_from_prefill(received.payload, connection.known_requests if connection else b"")
         except WireError as error:
-            self._malformed(self.connections.get(received.identity), received, error)
+            self._malformed(connection, received, error)
             return None, None
         if isinstance(message, Ping):
             return None, Answer(encode_pong(self._options.generation, message.clock_ns))
         with self._lock:
-            connection = self.connections.get(received.identity)
+            connection = self.connections.get(received.identity)  # it may have been dropped meanwhile
             if isinstance(message, MfMeta):
                 connection = connection or self._admit(received, now_s)
                 return (None, None) if connection is None else self._enqueue(connection, message, now_s)
@@ -364,7 +363,7 @@ class PullBook:
                 if not last_chance:
                     return None
                 raise RequestError(f"Prefill generation {peer.generation} is not registered with the meta service")
-        layer_idx, source = connection.layer(head, self._destination.layout, self._index_of)
+        layer_idx, pair = connection.layer(head, self._destination.layout, self._index_of)
         chunk = connection.chunk(head, self._shares(head), self._destination.layout)
         chunk.resolve(self._table, self._token_of)
         if chunk.unknown and not chunk.started:
@@ -373,15 +372,13 @@ class PullBook:
             for token in chunk.unknown:
                 if token is not None:
                     self._table.refuse(token, "its destination was not known in time")
-        return self._task(connection, head, chunk, layer_idx, source)
+        return self._task(connection, head, chunk, layer_idx, pair)
 
-    def _task(
-        self, connection: Connection, head: ReadyHead, chunk: Chunk, layer_idx: int, source: LayerLayout
-    ) -> ReadTask:
+    def _task(self, connection: Connection, head: ReadyHead, chunk: Chunk, layer_idx: int, pair: LayerPair) -> ReadTask:
         plan = chunk.plan
         if plan is None or connection.session is None:
             raise RequestError("the chunk has no plan")
-        descriptors = plan.descriptors(source, self._destination.layout.layers[layer_idx])
+        descriptors = plan.of_pair(pair)
         read_id = self._table.begin_read(chunk.tokens)
         return ReadTask(head, chunk, layer_idx, connection.session, descriptors, read_id)
 

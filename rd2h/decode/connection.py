@@ -2,20 +2,23 @@
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rd2h.decode.chunks import Chunk, Shares
 from rd2h.errors import LayoutError, RequestError
 from rd2h.layout import CacheLayout, LayerLayout, check_source
 from rd2h.lease import ReadLease
+from rd2h.plan import LayerPair
 from rd2h.wire import MfMeta, PeerInfo, ReadyHead, decode_read_requests
 
 MAX_JOBS = 65536
 RECENT_CHUNKS = 4
-LayerVerdict = tuple[int, LayerLayout] | str
+ChunkKey = tuple[bytes, int, int]
+"""Undecoded read requests, member, ratio."""
+LayerVerdict = tuple[int, LayerPair] | str
 
 
-@dataclass(slots=True)
-class Job:
+class Job(NamedTuple):
     """A message that waits for its turn on its connection. ``arrived_s`` starts the parking time."""
 
     message: MfMeta | ReadyHead
@@ -39,16 +42,23 @@ class Connection:
     heard_s: float = 0.0
     silent: bool = False
     _verdicts: dict[str, LayerVerdict] = field(default_factory=dict)
-    _chunks: OrderedDict[tuple[bytes, int, int], Chunk] = field(default_factory=OrderedDict)
+    _chunks: OrderedDict[ChunkKey, Chunk] = field(default_factory=OrderedDict)
+    _latest: tuple[ChunkKey, Chunk] | None = None
+
+    @property
+    def known_requests(self) -> bytes:
+        """Read requests of the latest chunk, which its other layers repeat."""
+        return self._latest[0][0] if self._latest is not None else b""
 
     def adopt(self, meta: MfMeta, layers: dict[str, LayerLayout]) -> None:
         """New metadata: everything learned from older metadata is forgotten."""
         self.session, self.layers, self.peer = meta.session, layers, meta.peer
         self._verdicts.clear()
         self._chunks.clear()
+        self._latest = None
 
-    def layer(self, head: ReadyHead, layout: CacheLayout, index_of: dict[str, int]) -> tuple[int, LayerLayout]:
-        """(Decode's layer position, Prefill's layer), validated once per connection and layer. Raises LayoutError."""
+    def layer(self, head: ReadyHead, layout: CacheLayout, index_of: dict[str, int]) -> tuple[int, LayerPair]:
+        """(Decode's layer position, the layer on both sides), validated once per connection. Raises LayoutError."""
         verdict = self._verdicts.get(head.layer_name)
         if verdict is None:
             verdict = self._judge(head.layer_name, layout, index_of)
@@ -69,20 +79,21 @@ class Connection:
             check_source(source, layout.layers[index])
         except LayoutError as error:
             return str(error)
-        return index, source
+        return index, LayerPair.of(source, layout.layers[index])
 
     def chunk(self, head: ReadyHead, shares: Shares, layout: CacheLayout) -> Chunk:
         """The chunk of this message, parsed at its first layer. Raises WireError, RequestError."""
         key = (head.requests_raw, head.member, head.ratio)
+        if self._latest is not None and self._latest[0] == key:
+            return self._latest[1]
         chunk = self._chunks.get(key)
-        if chunk is not None:
-            self._chunks.move_to_end(key)
-            return chunk
-        requests = decode_read_requests(head.requests_raw)
-        if self.peer is not None and any(request.token is None for request in requests):
-            raise RequestError("an extended Prefill must send a token with every request")
-        chunk = Chunk(requests, shares, self, layout.has_indexer, (1 << len(layout.layers)) - 1)
-        self._chunks[key] = chunk
+        if chunk is None:
+            requests = decode_read_requests(head.requests_raw)
+            if self.peer is not None and any(request.token is None for request in requests):
+                raise RequestError("an extended Prefill must send a token with every request")
+            chunk = self._chunks[key] = Chunk(requests, shares, self, layout.has_indexer, (1 << len(layout.layers)) - 1)
+        self._chunks.move_to_end(key)
         while len(self._chunks) > RECENT_CHUNKS:
             self._chunks.popitem(last=False)
+        self._latest = (key, chunk)
         return chunk

@@ -12,12 +12,12 @@ threads wait on one edge-triggered epoll, which wakes one thread an edge, not al
 import select
 import threading
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 from rd2h.errors import ConfigError
+from rd2h.sockets import HotSocket
 from rd2h.wakeup import Wakeup
 from rd2h.wire import MAX_FRAME_BYTES
 
@@ -26,8 +26,7 @@ MAX_RECEIVE_BATCH = 16
 """Small, so that reads of the first messages begin while another thread takes in the next ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """One message of one peer; ``address`` is its IP address for a peer whose identity is new, else empty."""
 
     identity: bytes
@@ -44,7 +43,7 @@ class SharedRouter:
         self.unattended = False
         """Messages wait in the socket and no edge will tell; cleared by ``receive``."""
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        socket = self._socket = self._context.socket(zmq.ROUTER)
+        socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -59,8 +58,9 @@ class SharedRouter:
             self._context.term()
             raise ConfigError(f"kv_port {port}: cannot listen on {address}: {error}", key="kv_port") from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._hot = HotSocket(socket)
         self._epoll = select.epoll()
-        self._epoll.register(int(socket.getsockopt(zmq.FD)), select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(self._hot.fd, select.EPOLLIN | select.EPOLLET)
         self._epoll.register(self._wakeup.fd, select.EPOLLIN | select.EPOLLET)
 
     def wake(self) -> None:
@@ -79,30 +79,13 @@ class SharedRouter:
         """
         batch: list[Received] = []
         with self._lock:
-            socket = self._socket
-            while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            while self._hot.readable():
                 if len(batch) == MAX_RECEIVE_BATCH:
                     self._wakeup.set()
                     break
-                batch.append(self._take(socket, known))
+                batch.append(_received(self._hot.receive(), known))
             self.unattended = False
         return batch
-
-    def _take(self, socket: "zmq.Socket[bytes]", known: Container[bytes]) -> Received:
-        identity = socket.recv(zmq.NOBLOCK)
-        address = ""
-        if identity in known:
-            payload = socket.recv(zmq.NOBLOCK)
-        else:
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
-            payload = frame.bytes
-            address = str(frame.get("Peer-Address"))
-        extra = []
-        while socket.getsockopt(zmq.RCVMORE):
-            extra.append(socket.recv(zmq.NOBLOCK))
-        if payload == b"" and len(extra) == 1:
-            payload, extra = extra[0], []
-        return Received(identity, b"" if extra else payload, address)
 
     def send(self, identity: bytes, payload: bytes) -> bool:
         """Send from any thread; False when the peer is gone or takes no more.
@@ -111,20 +94,31 @@ class SharedRouter:
         """
         with self._lock:
             try:
-                self._socket.send_multipart((identity, b"", payload), zmq.NOBLOCK)
+                self._hot.send(identity, b"", payload)
                 sent = True
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                     raise
                 sent = False
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if self._hot.readable():
                 self.unattended = True
         return sent
 
     def close(self) -> None:
         """Close the socket; no thread may use it any more."""
         with self._lock:
-            self._socket.close(0)
+            self._hot.socket.close(0)
         self._context.term()
         self._epoll.close()
         self._wakeup.close()
+
+
+def _received(frames: list[zmq.Frame], known: Container[bytes]) -> Received:
+    """A message of [identity, payload]; an empty delimiter is tolerated, other forms get an empty payload."""
+    identity = frames[0].bytes
+    parts = frames[1:]
+    if len(parts) == 2 and not len(parts[0]):
+        del parts[0]
+    payload = parts[0].bytes if len(parts) == 1 else b""
+    address = "" if identity in known or not parts else str(parts[0].get("Peer-Address"))
+    return Received(identity, payload, address)

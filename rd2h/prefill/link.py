@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rd2h.prefill.endpoint import Endpoint
+from rd2h.sockets import HotSocket
 from rd2h.wire import MAX_FRAME_BYTES
 
 RECEIVE_HIGH_WATER = 100_000
@@ -43,7 +44,7 @@ class Link:
     def __init__(self, endpoint: Endpoint, context: "zmq.Context[Any]", connect_s: float) -> None:
         self.endpoint = endpoint
         self._complained = False
-        socket = self._socket = context.socket(zmq.DEALER)
+        socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -52,8 +53,9 @@ class Link:
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         socket.setsockopt(zmq.IPV6, 1 if ":" in endpoint.key.host else 0)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_LOST_EVENTS))
-        self.fds = (int(socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        self._hot = HotSocket(socket)
+        self._monitor = HotSocket(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_LOST_EVENTS)))
+        self.fds = (self._hot.fd, self._monitor.fd)
         """Descriptors to wait on."""
         host = f"[{endpoint.key.host}]" if ":" in endpoint.key.host else endpoint.key.host
         self.unusable = False
@@ -66,13 +68,13 @@ class Link:
     @property
     def receivable(self) -> bool:
         """Whether messages wait in the socket."""
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._hot.socket.closed and self._hot.readable()
 
     def take_event(self) -> LinkEvent | None:
         """The most important event since the last call; a loss wins."""
         seen = None
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+        while self._monitor.readable():
+            event = recv_monitor_message(self._monitor.socket, zmq.NOBLOCK)["event"]
             if event in _LOST_EVENTS:
                 seen = LinkEvent.LOST
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and seen is None:
@@ -82,17 +84,17 @@ class Link:
     def receive(self) -> list[bytes]:
         """Payloads that have arrived, in order. An empty delimiter is tolerated; other multiparts count as empty."""
         payloads = []
-        while self.receivable:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            if frames and frames[0] == b"":
-                frames = frames[1:]
-            payloads.append(frames[0] if len(frames) == 1 else b"")
+        while self._hot.readable():
+            frames = self._hot.receive()
+            if len(frames) == 2 and not len(frames[0]):
+                del frames[0]
+            payloads.append(frames[0].bytes if len(frames) == 1 else b"")
         return payloads
 
     def send(self, payload: bytes) -> bool:
         """Queue a payload; False when the peer does not take any more."""
         try:
-            self._socket.send(payload, zmq.NOBLOCK)
+            self._hot.send(payload)
         except zmq.Again:
             return False
         return True
@@ -104,6 +106,6 @@ class Link:
 
     def close(self) -> None:
         """Close both sockets; what was sent last gets ``LINGER_MS`` to go out."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(LINGER_MS)
+        self._hot.socket.disable_monitor()
+        self._monitor.socket.close(0)
+        self._hot.socket.close(LINGER_MS)

@@ -49,6 +49,13 @@ MAX_POSITIONS = 64
 """Positions of ``read_ready_batch``; later versions may append some."""
 _MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + 2
 _MAX_MAPS = 8
+_MAX_HEAD_BYTES = 8 * MAX_NAME_CHARS
+_MAX_TAIL_BYTES = 4096
+"""Bounds of what is unpacked around known read requests without counting containers."""
+_FIXARRAY = 0x90
+_FIXARRAYS = [bytes((_FIXARRAY + count,)) for count in range(16)]
+_THREE = _FIXARRAYS[3]
+_unpackb = msgpack.unpackb
 
 
 @dataclass(slots=True)
@@ -104,10 +111,10 @@ def _unpack(payload: bytes) -> _Fields:
     return _Fields(values[0], values)
 
 
-def decode_from_prefill(payload: bytes) -> FromPrefill:
-    """A message that Decode received. Raises WireError."""
+def decode_from_prefill(payload: bytes, known_requests: bytes = b"") -> FromPrefill:
+    """A message that Decode received; ``known_requests`` as in ``split_ready``. Raises WireError."""
     if READY_TAG_PACKED in payload[:24]:
-        return split_ready(payload)
+        return split_ready(payload, known_requests)
     fields = _unpack(payload)
     if fields.tag == TAG_MF_META:
         peer = None
@@ -152,10 +159,65 @@ def decode_from_decode(payload: bytes) -> FromDecode:
     raise WireError(f"unknown tag {fields.tag[:32]!r}")
 
 
-def split_ready(payload: bytes) -> ReadyHead:
-    """Decode all of ``read_ready_batch`` but the read requests, which are only delimited. Raises WireError."""
+def split_ready(payload: bytes, known_requests: bytes = b"") -> ReadyHead:
+    """Decode all of ``read_ready_batch`` but the read requests, which are only delimited. Raises WireError.
+
+    ``known_requests``: the read requests of an earlier message of the same connection. The layers of a chunk repeat
+    them, and a message that does is split around them without looking inside.
+    """
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
+    split = _split_around(payload, known_requests) if known_requests else None
+    count, values, requests_raw = split or _split_anew(payload)
+    fields = _Fields(TAG_READ_READY, values)
+    if values[0] != TAG_READ_READY:
+        raise WireError(f"unknown tag {shown(values[0])}")
+    done_ids = fields.list(4, "done ids")
+    if not all(isinstance(item, str) and len(item) <= MAX_NAME_CHARS for item in done_ids):
+        raise WireError(f"{TAG_READ_READY!r}: done ids must be strings of at most {MAX_NAME_CHARS} characters")
+    has_tp = count >= 7
+    member = fields.unsigned(5, "member", MAX_BLOCK_ID) if has_tp else 0
+    ratio = fields.unsigned(6, "ratio", MAX_BLOCK_ID) if has_tp else 1
+    if ratio < 1 or member >= ratio:
+        raise WireError(f"{TAG_READ_READY!r}: member {member} is not below ratio {ratio}")
+    generation = fields.unsigned(7, "generation") if count > 7 else None
+    seq = fields.unsigned(8, "sequence") if count > 8 else None
+    tokens = tuple([check_token(token) for token in fields.list(9, "done tokens")]) if count > 9 else ()
+    if count > 9 and len(tokens) != len(done_ids):
+        raise WireError(f"{TAG_READ_READY!r}: {len(tokens)} done tokens for {len(done_ids)} done ids")
+    return ReadyHead(
+        fields.unsigned(1, "layer", MAX_BLOCK_ID),
+        fields.text(2, "layer name"),
+        requests_raw,
+        tuple(done_ids),
+        member,
+        ratio,
+        generation,
+        seq,
+        tokens,
+        has_tp,
+    )
+
+
+def _split_around(payload: bytes, known_requests: bytes) -> tuple[int, list[Any], bytes] | None:
+    """(positions, values without the read requests, ``known_requests``); None when the message is not of that form.
+
+    msgpack is a prefix code: when exactly three whole values lie before ``known_requests`` (one whole value itself) and
+    exactly the remaining ones behind it, then it is the fourth.
+    """
+    begin = payload.find(known_requests, 0, _MAX_HEAD_BYTES + len(known_requests))
+    count = payload[0] - _FIXARRAY
+    if begin < 0 or not 5 <= count <= 10 or len(payload) - begin - len(known_requests) > _MAX_TAIL_BYTES:
+        return None
+    try:
+        values = _unpackb(_THREE + payload[1:begin], ext_hook=no_extension)
+        tail = _unpackb(_FIXARRAYS[count - 4] + payload[begin + len(known_requests) :], ext_hook=no_extension)
+    except MALFORMED:
+        return None
+    return count, [*values, None, *tail], known_requests
+
+
+def _split_anew(payload: bytes) -> tuple[int, list[Any], bytes]:
     unpacker = msgpack.Unpacker(
         None,
         raw=False,
@@ -181,36 +243,9 @@ def split_ready(payload: bytes) -> ReadyHead:
         trailing = len(payload) - unpacker.tell()
     except MALFORMED as error:
         raise WireError(f"{TAG_READ_READY!r}: truncated or malformed: {describe(error)}") from error
-    fields = _Fields(TAG_READ_READY, values)
-    if values[0] != TAG_READ_READY:
-        raise WireError(f"unknown tag {shown(values[0])}")
     if trailing:
         raise WireError(f"{TAG_READ_READY!r}: {trailing} bytes follow the last position")
-    done_ids = fields.list(4, "done ids")
-    if not all(isinstance(item, str) and len(item) <= MAX_NAME_CHARS for item in done_ids):
-        raise WireError(f"{TAG_READ_READY!r}: done ids must be strings of at most {MAX_NAME_CHARS} characters")
-    has_tp = count >= 7
-    member = fields.unsigned(5, "member", MAX_BLOCK_ID) if has_tp else 0
-    ratio = fields.unsigned(6, "ratio", MAX_BLOCK_ID) if has_tp else 1
-    if ratio < 1 or member >= ratio:
-        raise WireError(f"{TAG_READ_READY!r}: member {member} is not below ratio {ratio}")
-    generation = fields.unsigned(7, "generation") if count > 7 else None
-    seq = fields.unsigned(8, "sequence") if count > 8 else None
-    tokens = tuple(check_token(token) for token in fields.list(9, "done tokens")) if count > 9 else ()
-    if count > 9 and len(tokens) != len(done_ids):
-        raise WireError(f"{TAG_READ_READY!r}: {len(tokens)} done tokens for {len(done_ids)} done ids")
-    return ReadyHead(
-        fields.unsigned(1, "layer", MAX_BLOCK_ID),
-        fields.text(2, "layer name"),
-        payload[begin:end],
-        tuple(done_ids),
-        member,
-        ratio,
-        generation,
-        seq,
-        tokens,
-        has_tp,
-    )
+    return count, values, payload[begin:end]
 
 
 def decode_read_requests(raw: bytes) -> tuple[ReadRequest, ...]:

@@ -1,6 +1,7 @@
 """The messages, their tags and limits."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,7 @@ class ReadRequest:
     token: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyHead:
+class ReadyHead(NamedTuple):
     """A layer is ready. ``requests_raw`` are the undecoded read requests: equal for every layer of a chunk."""
 
     layer_idx: int
@@ -93,8 +93,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
+class ReadDone(NamedTuple):
     """A layer was handled; ``seq`` is None from a legacy Decode."""
 
     layer_idx: int
