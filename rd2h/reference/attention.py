@@ -65,7 +65,8 @@ class Indexer(nn.Module):
 class SparseLatentAttention(nn.Module):
     """One layer's attention. Queries are multiplied into latent space, so that K of a token is its latent itself."""
 
-    def __init__(self, config: ReferenceDsaConfig, layer: int, prefix: str, vllm_config: VllmConfig) -> None:
+    def __init__(self, config: ReferenceDsaConfig, layer: int, layers_prefix: str, vllm_config: VllmConfig) -> None:
+        """Layer ``layer`` of those under ``layers_prefix``."""
         super().__init__()
         self._nope, self._rope, self._value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self._rank = config.kv_lora_rank
@@ -81,8 +82,11 @@ class SparseLatentAttention(nn.Module):
         self.kv_b_proj = Projection(self._rank, all_heads * (self._nope + self._value), Shard.OUTPUT)
         self.o_proj = Projection(all_heads * self._value, config.hidden_size, Shard.INPUT)
         self.source_layer = selection_source(config, layer)
-        self.indexer = Indexer(config, f"{prefix}.indexer", vllm_config) if self.source_layer == layer else None
-        self.main = MainCacheLayer(f"{prefix}.attn", self._rank, self._rope, vllm_config)
+        self.indexer: Indexer | None = None
+        if self.source_layer == layer:
+            self.indexer = Indexer(config, f"{layers_prefix}.{layer}.self_attn.indexer", vllm_config)
+        name, source_name = (f"{layers_prefix}.{each}.self_attn.attn" for each in (layer, self.source_layer))
+        self.main = MainCacheLayer(name, source_name, self._rank, self._rope, vllm_config)
 
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, selections: dict[int, torch.Tensor]

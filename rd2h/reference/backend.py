@@ -8,6 +8,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 
 from rd2h.reference.batch import SparseBatch
 from rd2h.reference.caches import IndexerCache, PagedMain
+from rd2h.reference.resident import ResidentMain
 
 RequestKeys = Callable[[], torch.Tensor]
 
@@ -62,6 +63,20 @@ class PagedSparseBackend(ReferenceBackend):
     def get_impl_cls() -> Any:
         """What stores and attends."""
         return PagedMain
+
+
+class ResidentSparseBackend(ReferenceBackend):
+    """Main KV in a host pool, attention over the hot buffer."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "RD2H_REFERENCE_RESIDENT"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """What stores and attends."""
+        return ResidentMain
 
 
 class IndexerBackend(ReferenceBackend):

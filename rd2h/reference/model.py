@@ -19,10 +19,10 @@ from rd2h.reference.layers import Mlp, RmsNorm
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ReferenceDsaConfig, layer: int, prefix: str, vllm_config: VllmConfig) -> None:
+    def __init__(self, config: ReferenceDsaConfig, layer: int, layers_prefix: str, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.input_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SparseLatentAttention(config, layer, f"{prefix}.self_attn", vllm_config)
+        self.self_attn = SparseLatentAttention(config, layer, layers_prefix, vllm_config)
         self.post_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
@@ -43,8 +43,7 @@ class DsaModel(nn.Module):
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, f"{prefix}.layers.{layer}", vllm_config)
-            for layer in range(config.num_hidden_layers)
+            DecoderLayer(config, layer, f"{prefix}.layers", vllm_config) for layer in range(config.num_hidden_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
