@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         config = load_config(given, os.environ, args.config)
+        # gRPC's own lines on standard error would stand beside ours, which say the same in our words.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         return asyncio.run(_serve(config))
     except ConfigError as error:
         print(f"rd2h meta: {error}", file=sys.stderr)
@@ -76,6 +78,8 @@ async def _serve(config: MetaConfig) -> int:
     server = MetaServer(config)
     await server.start()
     print(f"rd2h meta: serving on {server.address}", flush=True)
+    if server.probe_address:
+        print(f"rd2h meta: probes on {server.probe_address}", flush=True)
     if server.metrics_address:
         print(f"rd2h meta: metrics on http://{server.metrics_address}/metrics", flush=True)
     await stop.wait()

@@ -67,6 +67,8 @@ class MetaServer:
         self._ticker: asyncio.Task[None] | None = None
         self.address = ""
         """host:port that is served, once started."""
+        self.probe_address = ""
+        """host:port of the listener for probes, once started; empty without one."""
         self.metrics_address = ""
         """host:port of the metrics endpoint, once started; empty without one."""
 
@@ -92,7 +94,7 @@ class MetaServer:
         if self._config.probe_listen:
             probes = self._new_server(())
             health_pb2_grpc.add_HealthServicer_to_server(self.health_service, probes)
-            _bind(probes, "probe_listen", self._config.probe_listen, None)
+            self.probe_address = _bind(probes, "probe_listen", self._config.probe_listen, None)
         if self._config.metrics_listen:
             source = MetricsSource(self.registry, self.rendezvous_service, self._token_interceptor)
             self._metrics = MetricsEndpoint(source)
@@ -163,7 +165,11 @@ def _bind(server: grpc.aio.Server, name: str, listen: str, credentials: grpc.Ser
     try:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"{name}: got {listen!r}, which cannot be bound (in use, or not an address here)") from error
+        raise _cannot_bind(name, listen) from error
     if bound == 0:
-        raise ConfigError(f"{name}: got {listen!r}, which cannot be bound (in use, or not an address here)")
+        raise _cannot_bind(name, listen)
     return join_host_port(host, bound)
+
+
+def _cannot_bind(name: str, listen: str) -> ConfigError:
+    return ConfigError(f"{name}: got {listen!r}, which cannot be bound (in use, or not an address here)")
