@@ -15,11 +15,9 @@ typedef struct {
     const int64_t *prefix;         /* [rows] positions below are final */
     const int32_t *block_tables;   /* [rows, max_blocks] */
     int64_t max_blocks, block_size, num_blocks;
-    uint64_t writes;               /* writes of new rows so far */
     int32_t *tokens, *slots;       /* [rows, capacity] oldest to newest; token -1: free */
     uint64_t *last_keys;           /* [rows] */
     int64_t *last_prefix;          /* [rows] */
-    uint64_t *last_writes;         /* [rows] */
     uint64_t *wanted;              /* one bit for each position, all zero between calls */
     int32_t *slot_of;              /* one entry for each position */
     int32_t *scratch;              /* [5 * capacity + 2 * width] */
@@ -60,12 +58,11 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
         limit = 0; /* another request: nothing of the old one is valid */
         for (int64_t i = 0; i < capacity; i++)
             slots[i] = (int32_t)i;
-    } else if (c->writes - c->last_writes[row] > 1 && c->last_prefix[row] < limit) {
-        limit = c->last_prefix[row]; /* positions above may have been rewritten while this row was not looked up */
+    } else if (c->last_prefix[row] < limit) {
+        limit = c->last_prefix[row]; /* what was fetched from above it may have been rewritten since */
     }
     c->last_keys[row] = c->keys[row];
     c->last_prefix[row] = c->prefix[row];
-    c->last_writes[row] = c->writes;
 
     int64_t free_count = 0, old_count = 0, hit_count = 0;
     for (int64_t i = 0; i < capacity; i++) {

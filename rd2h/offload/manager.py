@@ -170,8 +170,6 @@ class SparseKVOffloadManager:
         0 writes. Raises StateError for shapes that do not fit.
         """
         layer = self._layer(layer_name)
-        if layer.table is not None:
-            layer.table.note_write()
         if self.tp_rank != 0:
             return
         slots = _integers(slot_mapping, np.int64)

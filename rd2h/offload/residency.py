@@ -8,9 +8,9 @@ from the front, so that a free slot is used before anything is evicted, and what
 What makes a resident valid:
 
 * the row's request key is the same. A key names one life of a request: preempted and resumed is another life.
-* the position is below the stable prefix (positions at or above it may have been rewritten by the step's own tokens).
-* had the row been left out of look-ups while rows were written, only positions below the stable prefix *of its last
-  look-up* count: what lay above may have been rewritten unseen. ``note_write`` counts the writes.
+* the position is below the stable prefix, now and at the row's last look-up. What was fetched from above it served that
+  step only: it may have been rewritten since, in a step that this row had no part in. (The price is that the newest
+  token is fetched twice.)
 """
 
 import hashlib
@@ -110,11 +110,11 @@ class Workspace:
             self.slot_of = np.zeros(positions, np.int32)
             self.wanted = np.zeros(positions // 64 + 1, np.uint64)
 
-    def for_numpy(self, rows: int, positions: int) -> npt.NDArray[np.int32]:
-        """A zeroed table of ``positions`` for at least one and at most ``rows`` rows."""
-        turn = max(1, min(rows, MAX_WORKSPACE_ENTRIES // positions))
-        if self.marks.shape[0] < turn or self.marks.shape[1] < positions:
-            self.marks = np.zeros((turn, positions), np.int32)
+    def for_numpy(self, rows: int, columns: int) -> Int32s:
+        """A zeroed table of at least ``columns`` for at least one and at most ``rows`` rows."""
+        turn = max(1, min(rows, MAX_WORKSPACE_ENTRIES // columns))
+        if self.marks.shape[0] < turn or self.marks.shape[1] < columns:
+            self.marks = np.zeros((turn, columns), np.int32)
         return self.marks[:turn]
 
 
@@ -130,12 +130,6 @@ class ResidencyTable:
         self._slots = np.tile(np.arange(capacity, dtype=np.int32), (rows, 1))
         self._last_keys = np.zeros(rows, np.uint64)
         self._last_prefix = np.zeros(rows, np.int64)
-        self._last_writes = np.zeros(rows, np.uint64)
-        self._writes = 0
-
-    def note_write(self) -> None:
-        """New rows were written to the pool (once for each append of the layer that asks)."""
-        self._writes += 1
 
     def clear(self) -> None:
         """Forget every resident, for example because a copy failed."""
@@ -193,7 +187,7 @@ class ResidencyTable:
             np.ascontiguousarray(question.stable_prefix, np.int64),
             np.ascontiguousarray(question.block_tables, np.int32),
         )
-        state = (self._tokens, self._slots, self._last_keys, self._last_prefix, self._last_writes)
+        state = (self._tokens, self._slots, self._last_keys, self._last_prefix)
         scratch = (work.wanted, work.slot_of, work.scratch)
         outputs = (slots, work.sources, work.targets, counts)
         lookup = Lookup(
@@ -204,7 +198,6 @@ class ResidencyTable:
             max_blocks,
             geometry.block_size,
             geometry.num_blocks,
-            self._writes,
             *(array.ctypes.data for array in (*state, *scratch, *outputs)),
         )
         status = kernel.plan(lookup)
@@ -219,7 +212,8 @@ class ResidencyTable:
     def _plan_numpy(self, question: Question) -> Plan:
         active = np.flatnonzero(question.keys != PADDING)
         slots = np.full(question.topk.shape, -1, np.int32)
-        marks = self._workspace.for_numpy(len(active), question.block_tables.shape[1] * self.geometry.block_size)
+        positions = question.block_tables.shape[1] * self.geometry.block_size
+        marks = self._workspace.for_numpy(len(active), positions + 1)
         turns = [
             self._plan_turn(question, active[start : start + len(marks)], marks, slots)
             for start in range(0, len(active), len(marks))
@@ -239,16 +233,19 @@ class ResidencyTable:
         self._check_positions(topk, rows, max_blocks)
         tokens, slots, valid = self._take_rows(question, rows)
 
-        # marks: 0 not asked, -1 asked, slot + 1 asked and resident. All zero again at the end.
-        table, row_start = marks.reshape(-1), np.arange(len(rows))[:, None] * marks.shape[1]
-        present = topk >= 0
-        asked, held = (topk + row_start)[present], (tokens + row_start)[valid]
+        # marks: 0 not asked, -1 asked, slot + 1 asked and resident. All zero again at the end. The last column of each
+        # row stands for everything absent, so that no array needs to be compressed.
+        marks = marks[: len(rows)]
+        absent, row_start = marks.shape[1] - 1, np.arange(len(rows))[:, None] * marks.shape[1]
+        table = marks.reshape(-1)
+        asked = np.where(topk >= 0, topk, absent) + row_start
+        held = np.where(valid, tokens, absent) + row_start
         table[asked] = -1
-        wanted = table[held] != 0
-        hit = np.zeros_like(valid)
-        hit[valid] = wanted
-        table[held[wanted]] = slots[hit] + 1
-        missing = asked[table[asked] < 0]
+        marks[:, absent] = 0
+        hit = table[held] != 0
+        hits = np.flatnonzero(hit)
+        table[held.reshape(-1)[hits]] = slots.reshape(-1)[hits] + 1
+        missing = asked.reshape(-1)[np.flatnonzero(table[asked] < 0)]
         # Of equal entries the first one counts: written backwards, the first one is written last.
         numbers = -2 - np.arange(len(missing), dtype=np.int32)
         table[missing[::-1]] = numbers[::-1]
@@ -258,40 +255,44 @@ class ResidencyTable:
         column = np.arange(len(new)) - (np.cumsum(given) - given)[new_row]
 
         # Front to back: free, residents not asked for, hits. Misses take the front and move in before the hits.
-        order = np.argsort(valid.astype(np.uint8) + hit, axis=1, kind="stable")
-        tokens, slots = np.take_along_axis(tokens, order, 1), np.take_along_axis(slots, order, 1)
-        free, kept = capacity - valid.sum(1), hit.sum(1)
-        columns = np.arange(capacity)
-        tokens[columns < free[:, None]] = -1
-        new_slot = slots[new_row, column]
-        tokens[new_row, column] = new_token
+        flat_start = np.arange(len(rows))[:, None] * capacity
+        order = np.argsort(valid.view(np.uint8) + hit.view(np.uint8), axis=1, kind="stable") + flat_start
+        taken = order[new_row, column]
+        tokens[~valid] = -1
+        tokens.reshape(-1)[taken] = new_token
+        new_slot = slots.reshape(-1)[taken]
         table[new] = new_slot + 1
-        all_slots[rows[:, None].repeat(topk.shape[1], 1)[present], np.nonzero(present)[1]] = table[asked] - 1
+        all_slots[rows] = table[asked] - 1
         table[asked] = 0
-        movable = (capacity - kept)[:, None]
+        columns, movable = np.arange(capacity), (capacity - np.count_nonzero(hit, axis=1))[:, None]
         turned = columns + given[:, None]
         turned = np.where(columns < movable, np.where(turned < movable, turned, turned - movable), columns)
-        self._tokens[rows] = np.take_along_axis(tokens, turned, 1)
-        self._slots[rows] = np.take_along_axis(slots, turned, 1)
+        order = order.reshape(-1)[turned + flat_start]
+        self._tokens[rows] = tokens.reshape(-1)[order]
+        self._slots[rows] = slots.reshape(-1)[order]
 
         blocks = question.block_tables[rows[new_row], new_token // geometry.block_size].astype(np.int64)
         outside = np.flatnonzero((blocks < 0) | (blocks >= geometry.num_blocks))
         if len(outside):
             raise _fault(geometry, max_blocks, False, int(rows[new_row[outside[0]]]), int(blocks[outside[0]]))
-        sources = blocks * geometry.block_size + new_token % geometry.block_size
-        targets = rows[new_row] * capacity + new_slot
-        return Plan(all_slots, sources, targets, len(asked) - len(new), int(np.maximum(given - free, 0).sum()))
+        free = capacity - np.count_nonzero(valid, axis=1)
+        return Plan(
+            all_slots,
+            blocks * geometry.block_size + new_token % geometry.block_size,
+            rows[new_row] * capacity + new_slot,
+            int(np.count_nonzero(topk >= 0)) - len(new),
+            int(np.maximum(given - free, 0).sum()),
+        )
 
     def _take_rows(self, question: Question, rows: Int64s) -> tuple[Int32s, Int32s, npt.NDArray[np.bool_]]:
         """Tokens and slots of ``rows`` in order of use, and which of them are valid residents; notes the look-up."""
         keys, prefix = question.keys[rows], question.stable_prefix[rows]
         tokens, slots = self._tokens[rows], self._slots[rows]
-        unseen = self._writes - self._last_writes[rows] > 1
-        limit = np.where(unseen, np.minimum(prefix, self._last_prefix[rows]), prefix)
+        limit = np.minimum(prefix, self._last_prefix[rows])
         changed = self._last_keys[rows] != keys
         limit[changed] = 0
         slots[changed] = np.arange(self.geometry.capacity, dtype=np.int32)
-        self._last_keys[rows], self._last_prefix[rows], self._last_writes[rows] = keys, prefix, self._writes
+        self._last_keys[rows], self._last_prefix[rows] = keys, prefix
         return tokens, slots, (tokens >= 0) & (tokens < limit[:, None])
 
     def _check_positions(self, topk: Int64s, rows: Int64s, max_blocks: int) -> None:
