@@ -32,21 +32,21 @@ def members_that_are_ours(extra_config: Mapping[str, Any] | None) -> int:
     if not isinstance(members, list):
         return 0
     named = [member for member in members if isinstance(member, Mapping) and member.get("kv_connector") == CONNECTOR]
-    ours = sum(1 for member in named if _resolves_to_ours(member))
+    ours = sum(1 for member in named if is_ours(member.get("kv_connector_module_path")))
     if ours > 1:
         raise ConfigError(f"{CONNECTORS_KEY} has {ours} members {CONNECTOR}; expected one", key=CONNECTORS_KEY)
     return ours
 
 
-def _resolves_to_ours(member: Mapping[str, Any]) -> bool:
+def is_ours(module_path: str | None) -> bool:
+    """Whether the name ``SfaRemoteD2HConnector`` with this ``kv_connector_module_path`` means our class."""
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from rd2h.connector import SfaRemoteD2HConnector
 
-    module = member.get("kv_connector_module_path")
     found = KVConnectorFactory.get_connector_class(
-        KVTransferConfig(kv_connector=CONNECTOR, kv_connector_module_path=module, kv_role="kv_both")
+        KVTransferConfig(kv_connector=CONNECTOR, kv_connector_module_path=module_path, kv_role="kv_both")
     )
     return isinstance(found, type) and issubclass(found, SfaRemoteD2HConnector)
 

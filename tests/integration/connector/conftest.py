@@ -52,6 +52,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], type[Any
     if isinstance(plain["MultiConnector"], MultiConnectorLoader):
         plain["MultiConnector"] = plain["MultiConnector"].load_owner
     monkeypatch.setattr(KVConnectorFactory, "_registry", plain)
+    # Put back what the plugin wraps, too.
+    monkeypatch.setattr(KVConnectorFactory, "supports_hma_config", vars(KVConnectorFactory)["supports_hma_config"])
     register()
     return plain
 

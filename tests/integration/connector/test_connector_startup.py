@@ -12,7 +12,7 @@ from standin_connectors import LayerStore
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from rd2h import assembly, vllm_compat
+from rd2h import assembly, early, vllm_compat
 from rd2h.composition.multi_connector import MultiConnector
 from rd2h.connector import SfaRemoteD2HConnector
 from rd2h.engines import EngineOptions, MemfabricOptions, create_engine
@@ -249,8 +249,10 @@ def test_wrong_configuration_is_one_line(
     engine_config: Callable[..., Any],
     cache_config: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refused by either half, before anything is allocated: in the exception and as one line of the log."""
+    monkeypatch.setattr(early, "check_transfer_config", lambda transfer: None)
     config = engine_config(transfer, **arguments)
     with pytest.raises(ConfigError) as error:
         KVConnectorFactory.create_connector(config, role, cache_config())
@@ -261,15 +263,54 @@ def test_wrong_configuration_is_one_line(
         assert part in str(error.value)
 
 
+EARLY = [w for w in WRONG if w[0] not in {"port of a rank", "tp of the pair", "offload on Prefill", "offload key"}]
+
+
+@pytest.mark.parametrize(("transfer", "arguments", "parts"), [w[1:] for w in EARLY], ids=[w[0] for w in EARLY])
+@pytest.mark.parametrize("by_path", [True, False])
+def test_wrong_settings_stop_the_server_before_it_loads_a_model(
+    transfer: dict[str, Any],
+    arguments: dict[str, Any],
+    parts: list[str],
+    by_path: bool,
+    engine_config: Callable[..., Any],
+) -> None:
+    """While vLLM builds its configuration, in the user's own process."""
+    if not by_path:
+        transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
+    with pytest.raises(ConfigError) as error:
+        engine_config(transfer, **arguments)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_other_connectors_are_not_looked_at(registry: dict[str, Any], engine_config: Callable[..., Any]) -> None:
+    registry["Store"] = lambda: AscendStoreConnector
+    other = {"kv_connector": "Store", "kv_role": "kv_both", "kv_connector_extra_config": {"transfer_backend": "x"}}
+    engine_config(other)
+    composite = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    engine_config({**composite, "kv_connector_extra_config": {"connectors": [other]}})
+    registry["SfaRemoteD2HConnector"] = lambda: AscendStoreConnector
+    engine_config({**ours(transfer_backend="theirs"), "kv_connector_module_path": None})
+
+
 def test_wrong_member_of_a_composite_is_one_line(
-    registry: dict[str, Any], engine_config: Callable[..., Any], cache_config: Callable[..., Any]
+    registry: dict[str, Any],
+    engine_config: Callable[..., Any],
+    cache_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registry["AscendStoreConnector"] = lambda: AscendStoreConnector
     transfer = json.loads(GUIDE_PREFILL)
     transfer["kv_connector_extra_config"]["connectors"][0]["kv_connector_extra_config"] = {
         "transfer_backend": "mooncake"
     }
-    with pytest.raises(ConfigError, match="transfer_backend='mooncake' is not allowed; expected one of 'memfabric'"):
+    text = "transfer_backend='mooncake' is not allowed; expected one of 'memfabric'"
+    with pytest.raises(ConfigError, match=text):
+        engine_config(transfer)
+    monkeypatch.setattr(early, "check_transfer_config", lambda transfer: None)
+    with pytest.raises(ConfigError, match=text):
         KVConnectorFactory.create_connector(engine_config(transfer), KVConnectorRole.WORKER, cache_config())
 
 
