@@ -12,7 +12,7 @@ from rd2h_proxy.pool import EnginePool, Lease
 from rd2h_proxy.target import Role, Target
 
 _ENGINES = 8
-_UTILISATION = 0.7
+_UTILISATION = 0.8
 _OUTPUT_GUESS = 256
 
 
@@ -33,7 +33,7 @@ class Arrival:
 
 
 def arrivals(count: int, seed: int) -> list[Arrival]:
-    """Poisson arrivals with Pareto lengths, at 70 % of what the engines can do (one token a second each)."""
+    """Poisson arrivals with Pareto lengths, at 80 % of what the engines can do (one token a second each)."""
     rng = random.Random(seed)
     lengths = [(_pareto(rng, 100, 32_000), _pareto(rng, 30, 4_000)) for _ in range(count)]
     mean = statistics.fmean(prompt + output for prompt, output in lengths)
@@ -53,8 +53,14 @@ def _pareto(rng: random.Random, least: int, most: int) -> int:
 class Balance:
     """How evenly the work was spread."""
 
-    mean_max_over_mean: float
-    """Mean over arrivals of the fullest engine's backlog over the mean backlog."""
+    max_over_mean: float
+    """Backlog of the fullest engine over the mean backlog, averaged over the arrivals at which work for every engine
+    was in the system (with less, an even spread is not possible)."""
+    mean_max_backlog: float
+    """Mean over all arrivals of the fullest engine's backlog, in tokens. The ratio above cannot fall far: one long
+    request is a backlog of its own, and good choices shrink the mean below it as well."""
+    assigned_max_over_mean: float
+    """Work ever assigned to the engine with the most over the mean."""
     wait_p50: float
     """Median backlog in tokens that a request found on its engine."""
     wait_p99: float
@@ -64,19 +70,23 @@ def measure(work: list[Arrival], choose: Callable[[Arrival], int], finished: Cal
     """Plays the arrivals; `choose` returns the engine, `finished` hears of the end of each request by number."""
     free_at = [0.0] * _ENGINES
     ends: list[tuple[float, int]] = []
-    ratios, waits = [], []
+    assigned = [0.0] * _ENGINES
+    ratios, fullest, waits = [], [], []
     for number, arrival in enumerate(work):
         while ends and ends[0][0] <= arrival.at_s:
             finished(heapq.heappop(ends)[1])
         backlog = [max(0.0, at - arrival.at_s) for at in free_at]
-        if (mean := statistics.fmean(backlog)) > 0:
-            ratios.append(max(backlog) / mean)
+        fullest.append(max(backlog))
+        if len(ends) >= _ENGINES:
+            ratios.append(max(backlog) / statistics.fmean(backlog))
         engine = choose(arrival)
         waits.append(backlog[engine])
+        assigned[engine] += arrival.work
         free_at[engine] = max(free_at[engine], arrival.at_s) + arrival.work
         heapq.heappush(ends, (free_at[engine], number))
     cuts = statistics.quantiles(waits, n=100)
-    return Balance(statistics.fmean(ratios), cuts[49], cuts[98])
+    spread = max(assigned) / statistics.fmean(assigned)
+    return Balance(statistics.fmean(ratios), statistics.fmean(fullest), spread, cuts[49], cuts[98])
 
 
 def least_work(work: list[Arrival], seed: int) -> Balance:

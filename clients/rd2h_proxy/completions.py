@@ -16,6 +16,7 @@ from rd2h_proxy.journal import Journal, RequestRecord
 from rd2h_proxy.openai_request import Api, parse_request
 from rd2h_proxy.phase import Phase
 from rd2h_proxy.relay import ClientGoneError, StreamCutError, error_response, relay
+from rd2h_proxy.stall import StallGuard
 
 _UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 _MAX_CLIENT_ID = 64
@@ -24,9 +25,10 @@ _MAX_CLIENT_ID = 64
 class CompletionHandler:
     """The two generating endpoints."""
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal) -> None:
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, guard: StallGuard) -> None:
         self._dispatcher = dispatcher
         self._journal = journal
+        self._guard = guard
 
     async def complete(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -74,7 +76,7 @@ class CompletionHandler:
                 async with self._dispatcher.attempt(request, http.headers, record, tried) as running:
                     record.first_byte_s = record.life.since - record.life.began
                     answer = await continued(self._dispatcher, running, http.headers, record)
-                    return await relay(http, answer, record.request_id)
+                    return await relay(http, answer, record.request_id, self._guard)
             except AttemptError as failure:
                 tried.add(failure)
                 if not self._dispatcher.may_retry(failure, request, record, tried):

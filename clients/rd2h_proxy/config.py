@@ -40,6 +40,7 @@ class ProxyConfig:
     max_waiting: int
     max_body_bytes: int
     stream_idle_s: float
+    client_stall_s: float
     attempt: AttemptLimits
     serving: ServingLimits
 
@@ -104,12 +105,14 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     attempt, serving = AttemptLimits(), ServingLimits()
     for flag, default, text in (
-        ("--queue-s", serving.queue_s, "longest wait for an engine with room"),
+        ("--queue-s", serving.queue_s, "longest wait for a Decode with room"),
+        ("--prefill-queue-s", attempt.prefill_queue_s, "longest wait of a wave for a Prefill with room"),
         ("--rendezvous-s", attempt.rendezvous_s, "Decode must have advertised a first child by then"),
         ("--prefill-s", attempt.prefill_s, "Prefill must have computed a wave by then"),
         ("--ttl-s", attempt.ttl_s, "how long the meta service keeps a rendezvous"),
         ("--gather-window-s", attempt.gather_window_s, "silence after which the children that are there go first"),
         ("--stream-idle-s", 600.0, "longest silence of an engine within an answer"),
+        ("--client-stall-s", 300.0, "a client that does not read for so long is cut off"),
     ):
         limits.add_argument(flag, type=float, default=default, help=f"{text} (default %(default)s)")
     for flag, count, text in (
@@ -133,7 +136,17 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     for flag in ("prefill_limit", "decode_limit", "max_waiting", "max_children", "max_body_mib"):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, 1_000_000)
     _check_range("--retries", args.retries, 0, 10)
-    for flag in ("queue_s", "rendezvous_s", "prefill_s", "ttl_s", "gather_window_s", "stream_idle_s", "meta_outage_s"):
+    for flag in (
+        "queue_s",
+        "prefill_queue_s",
+        "rendezvous_s",
+        "prefill_s",
+        "ttl_s",
+        "gather_window_s",
+        "stream_idle_s",
+        "client_stall_s",
+        "meta_outage_s",
+    ):
         value = getattr(args, flag)
         if not 0 < value <= 86_400:
             raise ConfigError(
@@ -158,10 +171,11 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         max_waiting=args.max_waiting,
         max_body_bytes=args.max_body_mib << 20,
         stream_idle_s=args.stream_idle_s,
+        client_stall_s=args.client_stall_s,
         attempt=AttemptLimits(
             rendezvous_s=args.rendezvous_s,
             prefill_s=args.prefill_s,
-            prefill_queue_s=args.queue_s,
+            prefill_queue_s=args.prefill_queue_s,
             ttl_s=args.ttl_s,
             gather_window_s=args.gather_window_s,
         ),

@@ -224,7 +224,7 @@ class Feeder:
         work = {child.prompt_index: max(1, child.prompt_tokens - child.cached_tokens) for child in children}
         try:
             return await self._router.prefill.acquire(
-                sum(work.values()), self._router.limits.prefill_queue_s, self._fits, exclude
+                sum(work.values()), self._router.limits.prefill_queue_s, self._fits, exclude, admitted=True
             )
         except ProxyError as error:
             raise AttemptError(error.answer, str(error), Blame.PROXY) from error

@@ -24,7 +24,7 @@ class AttemptLimits:
     """Decode must have advertised its first child, or answered, by then."""
     prefill_s: float = 600.0
     """A wave must be computed by then."""
-    prefill_queue_s: float = 30.0
+    prefill_queue_s: float = 120.0
     """A wave waits at most this long for a Prefill engine with room."""
     ttl_s: float = 900.0
     """How long the meta service keeps the rendezvous."""

@@ -144,9 +144,17 @@ class EnginePool:
         return None if self._waiters else self._place(work_tokens, fits, exclude)
 
     async def acquire(
-        self, work_tokens: int, timeout_s: float, fits: Filter = anything, exclude: Collection[str] = ()
+        self,
+        work_tokens: int,
+        timeout_s: float,
+        fits: Filter = anything,
+        exclude: Collection[str] = (),
+        admitted: bool = False,
     ) -> Lease:
         """Takes a place on the target with the least estimated work, waiting for one if need be.
+
+        `admitted`: the request has a place on the other role already, whose limit bounds how many such wait here; to
+        turn it away would waste what the other engine has done.
 
         Raises:
             OverloadedError: the queue is full.
@@ -154,7 +162,7 @@ class EnginePool:
         """
         if (lease := self.try_acquire(work_tokens, fits, exclude)) is not None:
             return lease
-        if len(self._waiters) >= self._max_waiting:
+        if not admitted and len(self._waiters) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiters)} requests already wait for a {self.role.value} engine")
         waiter = _Waiter(work_tokens, fits, exclude, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from aiohttp import web
 
 from rd2h_proxy.continued_answer import Answer
 from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError
+from rd2h_proxy.stall import StallGuard, Writing
 
 
 class ClientGoneError(Exception):
@@ -34,7 +37,7 @@ def error_response(answer: ErrorAnswer, request_id: str) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
-async def relay(http: web.Request, answer: Answer, request_id: str) -> web.StreamResponse:
+async def relay(http: web.Request, answer: Answer, request_id: str, guard: StallGuard) -> web.StreamResponse:
     """Passes the answer on.
 
     Raises:
@@ -46,32 +49,41 @@ async def relay(http: web.Request, answer: Answer, request_id: str) -> web.Strea
         return web.Response(body=answer.head, headers=headers)
     # A reverse proxy in front must not collect the events.
     response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-    try:
-        await response.prepare(http)
-        # An empty chunk would end a chunked body.
-        if answer.head:
-            await response.write(answer.head)
-    except ConnectionError as error:
-        raise ClientGoneError(str(error)) from error
-    await _pass_chunks(response, answer)
+    if http.transport is None:
+        raise ClientGoneError("the connection was closed before the answer began")
+    with guard.watch(http.transport) as writing:
+        try:
+            writing.since = time.monotonic()
+            await response.prepare(http)
+            # An empty chunk would end a chunked body.
+            if answer.head:
+                await response.write(answer.head)
+            writing.since = None
+        except ConnectionError as error:
+            raise ClientGoneError(str(error)) from error
+        await _pass_chunks(response, answer, writing)
     return response
 
 
-async def _pass_chunks(response: web.StreamResponse, answer: Answer) -> None:
+async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Writing) -> None:
     tail = answer.head
     chunks = answer.chunks()
     try:
         async for chunk in chunks:
             tail = chunk
+            writing.since = time.monotonic()
             try:
                 await response.write(chunk)
             except ConnectionError as error:
                 raise ClientGoneError(str(error)) from error
+            writing.since = None
     except AttemptError as failure:
+        writing.since = time.monotonic()
         await _end_with_error(response, failure, mid_event=bool(tail) and not tail.endswith((b"\n\n", b"\r\n\r\n")))
         raise StreamCutError(failure, response) from failure
     finally:
         await chunks.aclose()
+    writing.since = time.monotonic()
     try:
         await response.write_eof()
     except ConnectionError as error:

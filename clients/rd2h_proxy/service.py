@@ -31,6 +31,7 @@ from rd2h_proxy.meta_link import MetaLink, RendezvousApi
 from rd2h_proxy.pool import EnginePool
 from rd2h_proxy.probe import Prober
 from rd2h_proxy.router import Router
+from rd2h_proxy.stall import StallGuard
 from rd2h_proxy.target import Role, Target
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,10 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
     async with AsyncExitStack() as stack:
         router = await _build(config, client, stack)
         journal = Journal()
-        app = make_app(
-            router, CompletionHandler(Dispatcher(router, config.serving), journal), journal, config.max_body_bytes
-        )
+        guard = StallGuard(config.client_stall_s)
+        _run_beside(stack, guard.run(), "stall-guard")
+        completions = CompletionHandler(Dispatcher(router, config.serving), journal, guard)
+        app = make_app(router, completions, journal, config.max_body_bytes)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_DRAIN_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

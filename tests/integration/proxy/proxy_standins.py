@@ -69,6 +69,8 @@ class Script:
     """Children (prompt, choice) that Decode ends before they advertise; they generate nothing."""
     cached_children: frozenset[tuple[int, int]] = frozenset()
     """Children that need no KV."""
+    unpaced: bool = False
+    """Decode sends as fast as its reader takes it, without making each token a task of its own."""
     silent: bool = False
     """Decode never advertises."""
 
@@ -324,7 +326,7 @@ class DecodeStandIn(StandIn):
                 await self.meta.withdraw(rendezvous_id, request_id, Outcome.OUTCOME_DONE, "cached", p, c)
             else:
                 await self._receive(rendezvous_id, request_id, prompt, place)
-            for number in range(self.script.chunks):
+            for number in range(1 if self.script.unpaced else self.script.chunks):
                 await queue.put((index, text_of(prompt, c, number), number == self.script.chunks - 1))
                 await asyncio.sleep(self.script.delay_s)
         finally:
@@ -397,6 +399,12 @@ class DecodeStandIn(StandIn):
         if self.script.empty:
             return response
         sent = 0
+        if self.script.unpaced:
+            await queue.get()
+            for _ in range(self.script.chunks):
+                await response.write(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 100))
+                self.counts["chunks"] += 1
+            return response
         async for index, text, last in self._events(queue, children):
             if self.script.error_event:
                 error = {"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}}
