@@ -139,12 +139,7 @@ class ExchangeState:
                 # Not yet answered: sent again after the withdrawal, it would be refused as ended.
                 self.pending.drop(advert.op_id)
 
-        def ended(error: MetaError | None) -> None:
-            if error is None:
-                self._ends.append((now_s, operation))
-            done(error)
-
-        self.pending.submit(operation, deadline_s, ended)
+        self._send_end(operation, now_s, deadline_s, done)
 
     def take_batch(self) -> ExchangeRequest | None:
         """Return all that is to be sent now, up to the size of a message; None when there is nothing."""
@@ -161,10 +156,9 @@ class ExchangeState:
         for key, advert in list(self._adverts.items()):
             if advert.op_id not in waiting_for_result:
                 self._advertise_again(key, advert, now_s)
-        while self._ends and self._ends[0][0] <= now_s - _REPEAT_S:
-            self._ends.popleft()
-        for said_s, operation in self._ends:
-            self.pending.submit(Operation.FromString(operation.SerializeToString()), said_s + _REPEAT_S, _ignore)
+        for said_s, operation in [self._ends.popleft() for _ in range(len(self._ends))]:
+            if said_s + _REPEAT_S > now_s:
+                self._send_end(operation, said_s, said_s + _REPEAT_S, _ignore)
         # What has no answer comes last, so that an end among it comes after the advert that it ends.
         self.pending.send_again(unanswered)
 
@@ -183,6 +177,14 @@ class ExchangeState:
             self.forget_await(rendezvous_id)
             waiting.sink.fail(error)
         self.pending.fail_all(error)
+
+    def _send_end(self, operation: Operation, said_s: float, deadline_s: float, done: Done) -> None:
+        def ended(error: MetaError | None) -> None:
+            if error is None:
+                self._ends.append((said_s, operation))
+            done(error)
+
+        self.pending.submit(operation, deadline_s, ended)
 
     def _send_await(self, waiting: _OpenAwait) -> None:
         rendezvous_id = waiting.request.rendezvous_id

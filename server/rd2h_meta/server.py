@@ -98,9 +98,11 @@ class MetaServer:
         if self._config.metrics_listen:
             source = MetricsSource(self.registry, self.rendezvous_service, self._token_interceptor)
             self._metrics = MetricsEndpoint(source)
-            self.metrics_address = await self._metrics.start(
-                *parse_listen("metrics_listen", self._config.metrics_listen)
-            )
+            host, port = parse_listen("metrics_listen", self._config.metrics_listen)
+            try:
+                self.metrics_address = await self._metrics.start(host, port)
+            except OSError as error:
+                raise _cannot_bind("metrics_listen", self._config.metrics_listen) from error
         for server in self._servers:
             await server.start()
         self._ticker = asyncio.create_task(self._tick())

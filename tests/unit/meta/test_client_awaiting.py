@@ -1,0 +1,115 @@
+"""The waiting side: no duplicates, and conclusions that a restarted service cannot draw."""
+
+import asyncio
+
+import grpc
+import pytest
+from meta_builders import child, kind
+from rd2h_client.awaiting import ChildrenIterator
+from rd2h_client.errors import MetaRefusedError, MetaUnavailableError
+from rd2h_client.v1.rendezvous_pb2 import (
+    OUTCOME_ABORTED,
+    OUTCOME_DONE,
+    ChildEnded,
+    Outcome,
+    RendezvousClosed,
+    RendezvousComplete,
+    RendezvousEvent,
+)
+
+
+def make(expected: int = 2, life_s: float = 60.0) -> ChildrenIterator:
+    return ChildrenIterator("r", expected, asyncio.get_running_loop().time() + life_s, lambda rid: None)
+
+
+def advertised(name: str) -> RendezvousEvent:
+    return RendezvousEvent(rendezvous_id="r", advertised=child(name))
+
+
+def ended(name: str, outcome: Outcome = OUTCOME_DONE, reason: str = "") -> RendezvousEvent:
+    return RendezvousEvent(rendezvous_id="r", child_ended=ChildEnded(request_id=name, outcome=outcome, reason=reason))
+
+
+COMPLETE = RendezvousEvent(rendezvous_id="r", complete=RendezvousComplete(live_children=2))
+CLOSED = RendezvousEvent(rendezvous_id="r", closed=RendezvousClosed(outcome=OUTCOME_DONE))
+
+
+async def story(iterator: ChildrenIterator) -> list[str]:
+    return [kind(event) async for event in iterator]
+
+
+async def test_events_pass_once_and_closed_is_the_last() -> None:
+    iterator = make()
+    events = [advertised("a"), advertised("b"), COMPLETE, ended("a"), ended("b")]
+    for event in events:
+        for _ in range(2):
+            assert not iterator.offer(event)
+    assert iterator.offer(CLOSED)
+    assert await story(iterator) == [
+        "advertised a", "advertised b", "complete 2", "ended a DONE", "ended b DONE", "closed DONE",
+    ]  # fmt: skip
+
+
+async def test_an_advert_replayed_after_the_end_of_its_child_says_nothing() -> None:
+    iterator = make()
+    iterator.offer(ended("a"))
+    iterator.offer(advertised("a"))
+    iterator.offer(CLOSED)
+    assert await story(iterator) == ["ended a DONE", "closed DONE"]
+
+
+async def test_after_a_resume_it_concludes_what_the_service_has_forgotten() -> None:
+    iterator = make()
+    iterator.offer(advertised("a"))
+    iterator.offer(ended("a", OUTCOME_ABORTED, "client left"))
+    iterator.resume()
+    iterator.offer(advertised("b"))
+    assert iterator.offer(ended("b"))
+    events = [event async for event in iterator]
+    assert [kind(event) for event in events] == [
+        "advertised a", "ended a ABORTED", "advertised b", "complete 1", "ended b DONE", "closed ABORTED",
+    ]  # fmt: skip
+    assert events[-1].closed.reason == "client left"
+
+
+async def test_without_a_resume_the_service_has_the_word() -> None:
+    iterator = make()
+    iterator.offer(ended("a"))
+    assert not iterator.offer(ended("b"))
+
+
+async def test_waits_for_events_and_ends_early() -> None:
+    forgotten: list[str] = []
+    iterator = ChildrenIterator("r", 1, asyncio.get_running_loop().time() + 60, forgotten.append)
+    waiting = asyncio.create_task(anext(iterator))
+    await asyncio.sleep(0)
+    iterator.offer(advertised("a"))
+    assert kind(await waiting) == "advertised a"
+    waiting = asyncio.create_task(anext(iterator))
+    await asyncio.sleep(0)
+    await iterator.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await waiting
+    assert forgotten == ["r"]
+
+
+async def test_a_refusal_is_raised_after_what_came_before_it() -> None:
+    iterator = make()
+    iterator.offer(advertised("a"))
+    iterator.fail(MetaRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "bad"))
+    assert kind(await anext(iterator)) == "advertised a"
+    with pytest.raises(MetaRefusedError, match="bad"):
+        await anext(iterator)
+
+
+async def test_a_service_out_of_reach_ends_the_wait() -> None:
+    iterator = make(life_s=0.01)
+    with pytest.raises(MetaUnavailableError, match="out of reach"):
+        await anext(iterator)
+
+
+async def test_unknown_events_of_a_newer_service_are_ignored() -> None:
+    iterator = make()
+    assert not iterator.offer(RendezvousEvent(rendezvous_id="r"))
+    iterator.offer(CLOSED)
+    assert await story(iterator) == ["closed DONE"]

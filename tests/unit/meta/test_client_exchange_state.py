@@ -1,0 +1,163 @@
+"""What a client says again, and when it stops."""
+
+import grpc
+import pytest
+from meta_builders import child
+from rd2h_client.errors import MetaError, MetaRefusedError, MetaUnavailableError, QueueFullError
+from rd2h_client.exchange_state import ExchangeState
+from rd2h_client.v1.rendezvous_pb2 import (
+    OUTCOME_ABORTED,
+    OUTCOME_EXPIRED,
+    OUTCOME_FAILED,
+    AdvertiseRequest,
+    AwaitRequest,
+    CancelRequest,
+    ChildEnded,
+    ExchangeResponse,
+    Operation,
+    OperationResult,
+    RendezvousEvent,
+)
+
+
+class Sink:
+    """An awaiting iterator that only counts."""
+
+    def __init__(self) -> None:
+        self.error: MetaError | None = None
+        self.resumed = 0
+
+    def offer(self, event: RendezvousEvent) -> bool:
+        return event.HasField("closed")
+
+    def fail(self, error: MetaError) -> None:
+        self.error = error
+
+    def resume(self) -> None:
+        self.resumed += 1
+
+
+class Bench:
+    def __init__(self, max_open: int = 100) -> None:
+        self.told: list[tuple[str, ChildEnded]] = []
+        self.outcomes: list[MetaError | None] = []
+        self.state = ExchangeState(max_open, lambda rid, ended: self.told.append((rid, ended)))
+
+    def advertise(self, name: str = "a", rid: str = "r", expires_s: float = 100.0) -> None:
+        request = AdvertiseRequest(rendezvous_id=rid, child=child(name))
+        self.state.advertise(request, expires_s, 10.0, self.outcomes.append)
+
+    def sent(self) -> list[Operation]:
+        batch = self.state.take_batch()
+        return list(batch.operations) if batch else []
+
+    def answer_all(self, code: int = 0, message: str = "", outcome: int = 0, now_s: float = 0.0) -> None:
+        results = [
+            OperationResult(op_id=entry.op_id, code=code, message=message, outcome=outcome) for entry in self.sent()
+        ]
+        self.state.receive(ExchangeResponse(results=results), now_s)
+
+
+def test_an_advert_is_said_again_with_the_life_that_is_left() -> None:
+    bench = Bench()
+    bench.advertise(expires_s=100.0)
+    bench.answer_all()
+    bench.state.reconnected(40.0)
+    (again,) = bench.sent()
+    assert again.advertise.ttl_ms == 60_000
+    assert bench.outcomes == [None]
+
+
+def test_an_advert_whose_life_passed_meanwhile_ends_here() -> None:
+    bench = Bench()
+    bench.advertise(expires_s=100.0)
+    bench.answer_all()
+    bench.state.reconnected(100.0)
+    assert bench.sent() == []
+    ((rid, ended),) = bench.told
+    assert (rid, ended.request_id, ended.outcome) == ("r", "a", OUTCOME_EXPIRED)
+    assert bench.state.open_adverts == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "told"), [(9, OUTCOME_ABORTED, OUTCOME_ABORTED), (3, 0, OUTCOME_FAILED), (6, 0, OUTCOME_FAILED)]
+)
+def test_an_advert_that_is_refused_when_said_again_ends_here(code: int, outcome: int, told: int) -> None:
+    bench = Bench()
+    bench.advertise()
+    bench.answer_all()
+    bench.state.reconnected(1.0)
+    bench.answer_all(code, "why", outcome)
+    ((_, ended),) = bench.told
+    assert (ended.outcome, ended.reason) == (told, "why")
+
+
+def test_a_first_advert_that_is_refused_is_told_to_its_caller_only() -> None:
+    bench = Bench()
+    bench.advertise()
+    bench.answer_all(9, "over", OUTCOME_ABORTED)
+    assert isinstance(bench.outcomes[0], MetaRefusedError)
+    assert (bench.told, bench.state.open_adverts) == ([], 0)
+
+
+def test_ends_are_said_again_for_a_minute() -> None:
+    bench = Bench()
+    cancel = Operation(cancel=CancelRequest(rendezvous_id="gone"))
+    bench.state.end(cancel, 5.0, 15.0, bench.outcomes.append)
+    bench.answer_all(now_s=5.0)
+    bench.state.reconnected(64.0)
+    assert [entry.cancel.rendezvous_id for entry in bench.sent()] == ["gone"]
+    bench.state.reconnected(64.0)
+    assert len(bench.state.pending) == 1  # not twice, although the first was not answered
+    bench.answer_all(now_s=64.5)
+    bench.state.reconnected(65.0)
+    assert bench.sent() == []
+
+
+def test_an_await_is_said_again_with_the_life_that_is_left_or_fails() -> None:
+    bench = Bench()
+    sink = Sink()
+    bench.state.await_children(AwaitRequest(rendezvous_id="r", expected_children=1, ttl_ms=50_000), sink, 50.0)
+    bench.answer_all()
+    bench.state.reconnected(20.0)
+    (again,) = bench.sent()
+    assert (again.await_children.ttl_ms, sink.resumed) == (30_000, 1)
+    bench.state.receive(ExchangeResponse(results=[OperationResult(op_id=again.op_id)]), 20.0)
+    bench.state.reconnected(50.0)
+    assert bench.sent() == []
+    assert isinstance(sink.error, MetaUnavailableError)
+    assert bench.state.open_awaits == 0
+
+
+def test_a_refused_await_fails() -> None:
+    bench = Bench()
+    sink = Sink()
+    bench.state.await_children(AwaitRequest(rendezvous_id="r"), sink, 50.0)
+    bench.answer_all(3, "expected_children: got 0")
+    assert isinstance(sink.error, MetaRefusedError)
+    assert bench.state.open_awaits == 0
+
+
+def test_bounds() -> None:
+    bench = Bench(max_open=1)
+    bench.advertise("a")
+    bench.advertise("a")  # the same child takes no more room
+    with pytest.raises(QueueFullError, match="1 adverts are open"):
+        bench.advertise("b")
+    bench.answer_all()
+    bench.state.await_children(AwaitRequest(rendezvous_id="r"), Sink(), 50.0)
+    with pytest.raises(QueueFullError, match="1 awaits are open"):
+        bench.state.await_children(AwaitRequest(rendezvous_id="s"), Sink(), 50.0)
+
+
+def test_fail_all_reaches_awaits_and_operations_but_keeps_adverts_that_stand() -> None:
+    bench = Bench()
+    sink = Sink()
+    bench.advertise("stands")
+    bench.answer_all()
+    bench.state.await_children(AwaitRequest(rendezvous_id="r"), sink, 50.0)
+    bench.advertise("new")
+    bench.state.fail_all(MetaRefusedError(grpc.StatusCode.UNAUTHENTICATED, "no"))
+    assert isinstance(sink.error, MetaRefusedError)
+    assert isinstance(bench.outcomes[1], MetaRefusedError)
+    assert bench.state.open_adverts == 1
