@@ -1,4 +1,4 @@
-"""Host pool and row copies of MemFabric (``memfabric_hybrid.offload``), for NPUs. Imported only where they are asked for.
+"""Host pool and row copies of MemFabric (``memfabric_hybrid.offload``), for NPUs; the wheel is imported when asked for.
 
 Not run on an NPU by this project; ``docs/offload.md`` lists what is therefore unproved.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rd2h.errors import EngineError, TransferError
+from rd2h.errors import ConfigError, EngineError, TransferError
 from rd2h.offload.copier import RowMemory, check_rows
 from rd2h.offload.pool import ALIGNMENT_BYTES, GIB, aligned, available_memory_bytes, check_machine
 
@@ -68,12 +68,12 @@ class MemfabricPoolAllocator:
     available_bytes: Callable[[], int] = available_memory_bytes
 
     def allocate(self, num_bytes: int) -> MemfabricPool:
-        """One allocation for all layers, on rank 0. Raises ConfigError, EngineError."""
+        """One allocation for all layers, on rank 0. Raises ConfigError, EngineError; if rank 0 fails, all do."""
         offload = self.offload if self.offload is not None else load_offload()
         # One chunk more, because the address need not be aligned.
         reserve = -(-(num_bytes + ALIGNMENT_BYTES) // GIB) * GIB
-        if self.tp_rank == 0:
-            check_machine(reserve, self.available_bytes())
+        # Before initialize, in which the ranks wait for one another.
+        self._check_together(reserve)
         code = offload.initialize(self._config(offload, reserve))
         if code:
             raise EngineError(
@@ -93,6 +93,19 @@ class MemfabricPoolAllocator:
             raise EngineError(f"memfabric offload.malloc({num_bytes + ALIGNMENT_BYTES}) gave no memory")
         base = self.broadcast(aligned(pointer))
         return MemfabricPool(offload, base, num_bytes, pointer)
+
+    def _check_together(self, reserve: int) -> None:
+        if self.tp_rank != 0:
+            refusal = self.broadcast(None)
+            if refusal:
+                raise EngineError(f"rank 0 could not make the host pool: {refusal}")
+            return
+        try:
+            check_machine(reserve, self.available_bytes())
+        except ConfigError as error:
+            self.broadcast(str(error))
+            raise
+        self.broadcast("")
 
     def _config(self, offload: Any, reserve: int) -> Any:
         config = offload.OffloadConfig()
