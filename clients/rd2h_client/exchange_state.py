@@ -158,7 +158,7 @@ class ExchangeState:
                 self._advertise_again(key, advert, now_s)
         for said_s, operation in [self._ends.popleft() for _ in range(len(self._ends))]:
             if said_s + _REPEAT_S > now_s:
-                self._send_end(operation, said_s, said_s + _REPEAT_S, _ignore)
+                self._send_end(operation, said_s, said_s + _REPEAT_S, _ignore, again=True)
         # What has no answer comes last, so that an end among it comes after the advert that it ends.
         self.pending.send_again(unanswered)
 
@@ -178,15 +178,17 @@ class ExchangeState:
             waiting.sink.fail(error)
         self.pending.fail_all(error)
 
-    def _send_end(self, operation: Operation, said_s: float, deadline_s: float, done: Done) -> None:
+    def _send_end(
+        self, operation: Operation, said_s: float, deadline_s: float, done: Done, again: bool = False
+    ) -> None:
         def ended(error: MetaError | None) -> None:
             if error is None:
                 self._ends.append((said_s, operation))
             done(error)
 
-        self.pending.submit(operation, deadline_s, ended)
+        self.pending.submit(operation, deadline_s, ended, again)
 
-    def _send_await(self, waiting: _OpenAwait) -> None:
+    def _send_await(self, waiting: _OpenAwait, again: bool = False) -> None:
         rendezvous_id = waiting.request.rendezvous_id
 
         def answered(error: MetaError | None) -> None:
@@ -195,7 +197,8 @@ class ExchangeState:
                 waiting.sink.fail(error)
 
         # The caller's own time limit ends it: `forget_await`.
-        waiting.op_id = self.pending.submit(Operation(await_children=waiting.request), NO_DEADLINE, answered)
+        operation = Operation(await_children=waiting.request)
+        waiting.op_id = self.pending.submit(operation, NO_DEADLINE, answered, again)
 
     def _await_again(self, waiting: _OpenAwait, now_s: float) -> None:
         left_s = waiting.expires_s - now_s
@@ -205,7 +208,7 @@ class ExchangeState:
             waiting.sink.fail(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
             return
         waiting.request.ttl_ms = max(1, min(waiting.request.ttl_ms, round(left_s * 1000)))
-        self._send_await(waiting)
+        self._send_await(waiting, again=True)
 
     def _advertise_again(self, key: tuple[str, str], advert: _OpenAdvert, now_s: float) -> None:
         left_s = advert.expires_s - now_s
@@ -220,7 +223,7 @@ class ExchangeState:
             outcome = error.outcome if isinstance(error, RendezvousEndedError) else OUTCOME_FAILED
             self._child_ended(key, outcome, error.message)
 
-        advert.op_id = self.pending.submit(Operation(advertise=advert.request), NO_DEADLINE, answered)
+        advert.op_id = self.pending.submit(Operation(advertise=advert.request), NO_DEADLINE, answered, again=True)
 
     def _receive_event(self, event: RendezvousEvent) -> None:
         rendezvous_id = event.rendezvous_id

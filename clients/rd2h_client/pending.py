@@ -58,13 +58,13 @@ class PendingOperations:
         """True when every operation is sent."""
         return not self._unsent
 
-    def submit(self, operation: Operation, deadline_s: float, done: Done) -> int:
-        """Queue an operation; return its op_id.
+    def submit(self, operation: Operation, deadline_s: float, done: Done, again: bool = False) -> int:
+        """Queue an operation; return its op_id. What is said `again` comes from memories with bounds of their own.
 
         Raises:
             QueueFullError: too many wait.
         """
-        if len(self._entries) >= self._max_operations:
+        if len(self._entries) >= self._max_operations and not again:
             raise QueueFullError(f"{self._max_operations} operations wait for the meta service")
         self._last_op_id += 1
         op_id = operation.op_id = self._last_op_id
