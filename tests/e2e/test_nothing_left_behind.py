@@ -84,3 +84,25 @@ def test_driver_of_an_engine(tmp_path: Path, end: signal.Signals | None) -> None
     while left := still_running(processes):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
+
+
+@pytest.mark.pd
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+def test_demo_that_is_interrupted(tmp_path: Path, end: signal.Signals) -> None:
+    command = [sys.executable, "-m", "rd2h.cli", "demo", "--log-dir", str(tmp_path)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "engines start" in line:
+                break
+        processes = descendants(demo.pid)
+        # Meta service, fork server, four engines.
+        assert len(processes) >= 6
+        demo.send_signal(end)
+        assert "interrupted; every process is stopped" in demo.stdout.read()
+        assert demo.wait(GONE_S) == 130
+    finally:
+        demo.kill()
+        demo.communicate()
+    assert still_running(processes) == []
