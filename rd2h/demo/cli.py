@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from rd2h.demo.driver import Demo
+from rd2h.demo.sparse import SparseDemo
 
 DEFAULT_PROMPT = "Once upon a time, in a data centre by the sea, a small cache of keys and values set out to"
 EXIT_INTERRUPTED = 130
@@ -19,6 +20,11 @@ EXIT_INTERRUPTED = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the demo."""
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="what to complete in the streamed part")
+    parser.add_argument(
+        "--sparse",
+        action="store_true",
+        help="a sparse-attention model, with main KV of Decode in a host pool",
+    )
     parser.add_argument(
         "--log-dir",
         type=Path,
@@ -33,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     code = 1
     try:
         with _termination_raises():
-            code = Demo(log_dir.resolve(), args.prompt, _say, _show).run().exit_code
+            if args.sparse:
+                code = SparseDemo(log_dir.resolve(), args.prompt, _say).run().exit_code
+            else:
+                code = Demo(log_dir.resolve(), args.prompt, _say, _show).run().exit_code
     except KeyboardInterrupt:
         _say("interrupted; every process is stopped")
         code = EXIT_INTERRUPTED

@@ -59,6 +59,10 @@ class Counters:
             sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
         ]
 
+    def labelled(self, name: str) -> list[dict[str, str]]:
+        """Labels of every sample of that name."""
+        return [sample.labels for sample in self._samples if sample.name == name]
+
 
 @dataclass(frozen=True)
 class PromptCounters:

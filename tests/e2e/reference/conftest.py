@@ -1,13 +1,14 @@
 """Engines of the reference model."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from rd2h.demo.chain import Chain, ConnectedEngine, MetaProcess
 from rd2h.demo.launcher import Launcher
 from rd2h.demo.process import ManagedProcess
-from rd2h.reference.launch import ENGINE_ARGS, ENGINE_ENV
+from rd2h.reference.launch import ENGINE_ARGS, ENGINE_ENV, offload_args
 from rd2h.reference.weights import SparseShape, sparse_model_dir
 
 CHUNK_TOKENS = 256
@@ -58,3 +59,45 @@ def sparse_decode(sparse_chain: Chain, sparse_meta: MetaProcess) -> Iterator[Con
     sparse_chain.launcher.wait_engines([engine.process])
     yield engine
     engine.process.stop()
+
+
+@dataclass(frozen=True)
+class OffloadPair:
+    """A Decode engine with a host pool, behind a proxy of its own."""
+
+    decode: ConnectedEngine
+    proxy: ManagedProcess
+
+    @property
+    def url(self) -> str:
+        """Where completions go."""
+        return self.proxy.url
+
+    def stop(self) -> None:
+        self.proxy.stop()
+        self.decode.process.stop()
+
+
+StartOffload = Callable[..., OffloadPair]
+
+
+@pytest.fixture(scope="session")
+def start_offload() -> StartOffload:
+    """Starts a Decode engine with ``buffer_tokens`` per row of the hot buffer, and a proxy in front of it."""
+
+    def start(
+        chain: Chain,
+        meta: MetaProcess,
+        prefill: ConnectedEngine,
+        name: str,
+        buffer_tokens: int,
+        extra_args: tuple[str, ...] = (),
+        **changes: object,
+    ) -> OffloadPair:
+        spec = {**changes, "extra_args": (*offload_args(buffer_tokens), *extra_args)}
+        decode = chain.start_decode(meta, name, changes=spec)
+        chain.launcher.wait_engines([decode.process])
+        proxy = chain.start_proxy(meta, prefill.process, decode.process, f"{name}-proxy")
+        return OffloadPair(decode, proxy)
+
+    return start
