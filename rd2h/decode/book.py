@@ -342,6 +342,7 @@ class PullBook:
         d_rank = mapping.decode_rank(peer.tp_rank)
         if d_rank != self._destination.d_rank:
             raise TopologyError(f"Prefill rank {peer.tp_rank} belongs to Decode rank {d_rank}")
+        connection.contributor = (mapping.member(peer.tp_rank), mapping.ratio)
         if self._options.fingerprint and peer.fingerprint != self._options.fingerprint:
             raise LayoutError("layout fingerprint differs between Prefill and Decode")
 
@@ -356,15 +357,14 @@ class PullBook:
         else:
             if head.generation != self._options.generation or head.seq is None:
                 raise RequestError(f"meant for Decode generation {head.generation}, this is {self._options.generation}")
-            mapping = TpMapping.of(peer.tp_size, self._options.tp_size)
-            if (head.member, head.ratio) != (mapping.member(peer.tp_rank), mapping.ratio):
+            if (head.member, head.ratio) != connection.contributor:
                 raise RequestError(f"member {head.member} of {head.ratio} does not fit Prefill rank {peer.tp_rank}")
             if self._options.require_registered and peer.generation not in self._trusted:
                 if not last_chance:
                     return None
                 raise RequestError(f"Prefill generation {peer.generation} is not registered with the meta service")
         layer_idx, pair = connection.layer(head, self._destination.layout, self._index_of)
-        chunk = connection.chunk(head, self._shares(head), self._destination.layout)
+        chunk = connection.chunk(head, self._shares, self._destination.layout)
         chunk.resolve(self._table, self._token_of)
         if chunk.unknown and not chunk.started:
             if not last_chance:
@@ -406,7 +406,7 @@ class PullBook:
             connection.complained = True
             logger.warning("rd2h: refused a layer of Prefill at %s: %s", connection.address, error)
         try:
-            chunk = connection.chunk(head, self._shares(head), self._destination.layout)
+            chunk = connection.chunk(head, self._shares, self._destination.layout)
             for request in chunk.requests:
                 token = self._token_of(request)
                 child = self._table.get(token) if token is not None else None

@@ -1,6 +1,7 @@
 """One Prefill rank's connection as Decode sees it: memory, lease, queue and recent chunks. Pure state."""
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class Connection:
     session: str | None = None
     layers: dict[str, LayerLayout] = field(default_factory=dict)
     peer: PeerInfo | None = None
+    contributor: tuple[int, int] | None = None
+    """(member, ratio) that follows from an extended peer's rank."""
     jobs: deque[Job] = field(default_factory=deque)
     busy: bool = False
     parked: bool = False
@@ -53,6 +56,7 @@ class Connection:
     def adopt(self, meta: MfMeta, layers: dict[str, LayerLayout]) -> None:
         """New metadata: everything learned from older metadata is forgotten."""
         self.session, self.layers, self.peer = meta.session, layers, meta.peer
+        self.contributor = None
         self._verdicts.clear()
         self._chunks.clear()
         self._latest = None
@@ -81,7 +85,7 @@ class Connection:
             return str(error)
         return index, LayerPair.of(source, layout.layers[index])
 
-    def chunk(self, head: ReadyHead, shares: Shares, layout: CacheLayout) -> Chunk:
+    def chunk(self, head: ReadyHead, shares: Callable[[ReadyHead], Shares], layout: CacheLayout) -> Chunk:
         """The chunk of this message, parsed at its first layer. Raises WireError, RequestError."""
         key = (head.requests_raw, head.member, head.ratio)
         if self._latest is not None and self._latest[0] == key:
@@ -91,7 +95,9 @@ class Connection:
             requests = decode_read_requests(head.requests_raw)
             if self.peer is not None and any(request.token is None for request in requests):
                 raise RequestError("an extended Prefill must send a token with every request")
-            chunk = self._chunks[key] = Chunk(requests, shares, self, layout.has_indexer, (1 << len(layout.layers)) - 1)
+            chunk = self._chunks[key] = Chunk(
+                requests, shares(head), self, layout.has_indexer, (1 << len(layout.layers)) - 1
+            )
         self._chunks.move_to_end(key)
         while len(self._chunks) > RECENT_CHUNKS:
             self._chunks.popitem(last=False)

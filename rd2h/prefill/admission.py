@@ -21,8 +21,8 @@ class AdmissionRules:
     require_registered: bool
     legacy_hosts: frozenset[str]
 
-    def objection(self, child: RemoteDecode, prompt_tokens: int, control: ControlPlane | None) -> str:
-        """Why a child is not published to; "" when it is."""
+    def address_objection(self, child: RemoteDecode, control: ControlPlane | None) -> str:
+        """Why nothing at all may be sent to a child's address, not even that it fails; "" when it may."""
         if child.generation is None:
             if child.host not in self.legacy_hosts:
                 return f"Decode at {child.host!r} sends no generation and is not one of legacy_decode_hosts"
@@ -32,6 +32,10 @@ class AdmissionRules:
             address = DecodeAddress(child.generation, child.host, child.base_port)
             if address not in control.registered().decode_addresses:
                 return f"no Decode of generation {child.generation} is registered at {child.host}:{child.base_port}"
+        return ""
+
+    def objection(self, child: RemoteDecode, prompt_tokens: int) -> str:
+        """Why a child is not published to although its address is good; "" when it is."""
         if child.layout_fingerprint and child.layout_fingerprint != self.fingerprint:
             return "layout fingerprint differs between Prefill and Decode"
         if child.prompt_tokens is not None and child.prompt_tokens != prompt_tokens:

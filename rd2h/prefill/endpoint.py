@@ -50,8 +50,7 @@ class EndpointChunk:
     """Decode's request ids, for people."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerMessage:
+class LayerMessage(NamedTuple):
     """A ready message to send: one layer of one chunk."""
 
     seq: int

@@ -288,7 +288,7 @@ class Publisher:
         for link in touched:
             # Handling one link may close another (a new generation replaces an old one).
             if self._links.get(link.endpoint.number) is link:
-                self._receive(link)
+                self._receive(link, monitored=link.fds[1] in fds)
         if self._clock() >= self._check_at_s:
             self._check_times()
         if len(self._gates) < open_gates:
@@ -305,6 +305,8 @@ class Publisher:
             self._check_by(endpoint.deadline_s)
             if link.unusable:
                 self._lose(link, "its address cannot be used")
+            else:
+                self._receive(link, monitored=True)  # a ZeroMQ descriptor tells nothing before a first look
 
     def _unwatch(self, link: Link) -> None:
         for fd in link.fds:
@@ -316,9 +318,9 @@ class Publisher:
         """Time limits must be looked at then; deadlines that move later are found again at that time."""
         self._check_at_s = min(self._check_at_s, deadline_s)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: Link, *, monitored: bool) -> None:
         endpoint = link.endpoint
-        event = link.take_event()
+        event = link.take_event() if monitored else None
         payloads = link.receive()
         if event is LinkEvent.CONNECTED and endpoint.state is EndpointState.CONNECTING:
             endpoint.connected(self._clock() + self._options.handshake_timeout_s)

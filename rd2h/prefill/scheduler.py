@@ -57,13 +57,14 @@ class PrefillScheduler:
             return
         kept = []
         for child in children:
-            reason = self._rules.objection(child, prompt_tokens, self._control)
-            if reason:
+            if foreign := self._rules.address_objection(child, self._control):
+                self._report(remote.rendezvous_id, [child], foreign)
+            elif reason := self._rules.objection(child, prompt_tokens):
                 self._fail(remote.rendezvous_id, [child], reason)
             else:
                 kept.append(child)
-        if kept:
-            self._requests[request_id] = Published(tuple(kept), remote.rendezvous_id, prompt_tokens)
+        # Remembered even without children: whoever was refused now has been told.
+        self._requests[request_id] = Published(tuple(kept), remote.rendezvous_id, prompt_tokens)
 
     def step(self, scheduled: Sequence[ScheduledRequest], finished: Sequence[str]) -> PrefillStep:
         """Metadata of one engine step."""
@@ -96,22 +97,24 @@ class PrefillScheduler:
 
     def worker_failures(self, failures: Sequence[ChildFailure]) -> None:
         """Children that the publisher could not serve."""
-        by_token = {failure.child.token: failure.reason for failure in failures}
+        reasons = {failure.child: failure.reason for failure in failures}
         for entry in self._requests.values():
-            lost = [child for child in entry.children if child.token in by_token]
+            lost = [child for child in entry.children if child in reasons]
+            for child in lost:
+                self._report(entry.rendezvous_id, [child], reasons[child])
             if lost:
-                self._report(entry.rendezvous_id, lost, by_token[lost[0].token])
-                entry.children = tuple(child for child in entry.children if child not in lost)
+                entry.children = tuple(child for child in entry.children if child not in reasons)
 
     def _unscheduled(self, request_id: str, params: dict[str, Any]) -> None:
-        """A request that ended in the queue, or whose children all failed before."""
+        """A request that ended in the queue."""
         try:
             remote = parse_remote_decodes(params)
             children = remote.of_prompt(request_id)
         except RequestError as error:
             logger.debug("rd2h: ended request %s has no usable parameters: %s", request_id, error)
             return
-        self._fail(remote.rendezvous_id, children, "Prefill ended the request before it was computed")
+        known = [child for child in children if not self._rules.address_objection(child, self._control)]
+        self._fail(remote.rendezvous_id, known, "Prefill ended the request before it was computed")
 
     def _publish(
         self, request_id: str, entry: Published, computed: int, main: Sequence[int], indexer: Sequence[int]

@@ -56,6 +56,8 @@ _FIXARRAY = 0x90
 _FIXARRAYS = [bytes((_FIXARRAY + count,)) for count in range(16)]
 _THREE = _FIXARRAYS[3]
 _unpackb = msgpack.unpackb
+_READY_TYPES = [bytes, int, str, type(None), list, int, int, int, int, list]
+"""Types of the ten positions of an extended message, with the read requests left out."""
 
 
 @dataclass(slots=True)
@@ -169,6 +171,9 @@ def split_ready(payload: bytes, known_requests: bytes = b"") -> ReadyHead:
         raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
     split = _split_around(payload, known_requests) if known_requests else None
     count, values, requests_raw = split or _split_anew(payload)
+    if count == 10 and not values[4] and not values[9] and _is_usual(values):
+        _, layer_idx, layer_name, _, _, member, ratio, generation, seq, _ = values
+        return ReadyHead(layer_idx, layer_name, requests_raw, (), member, ratio, generation, seq, (), True)
     fields = _Fields(TAG_READ_READY, values)
     if values[0] != TAG_READ_READY:
         raise WireError(f"unknown tag {shown(values[0])}")
@@ -196,6 +201,19 @@ def split_ready(payload: bytes, known_requests: bytes = b"") -> ReadyHead:
         seq,
         tokens,
         has_tp,
+    )
+
+
+def _is_usual(values: list[Any]) -> bool:
+    """Whether ten positions are valid by a few comparisons; what is not gets the full treatment and its error text."""
+    return (
+        list(map(type, values)) == _READY_TYPES
+        and values[0] == TAG_READ_READY
+        and 0 <= values[1] <= MAX_BLOCK_ID
+        and len(values[2]) <= MAX_NAME_CHARS
+        and 0 <= values[5] < values[6] <= MAX_BLOCK_ID
+        and values[7] >= 0
+        and values[8] >= 0
     )
 
 

@@ -81,21 +81,13 @@ def encode_ready(
     extension: tuple[int, int, Sequence[bytes]] | None = None,
 ) -> bytes:
     """``read_ready_batch`` around already encoded read requests; ``extension`` = (Decode generation, seq, tokens)."""
-    count = 7 if extension is None else 10
-    parts = [
-        bytes((0x90 | count,)),
-        READY_TAG_PACKED,
-        _pack(layer_idx),
-        _pack(layer_name),
-        requests_raw,
-        _pack(tuple(done_ids)),
-        _pack(member),
-        _pack(ratio),
-    ]
-    if extension is not None:
-        generation, seq, tokens = extension
-        parts += (_pack(generation), _pack(seq), _pack(tuple(tokens)))
-    return b"".join(parts)
+    # Packed as two tuples whose one-byte headers make room for the header of the whole.
+    head = _pack((TAG_READ_READY, layer_idx, layer_name))[1:]
+    if extension is None:
+        return b"".join((b"\x97", head, requests_raw, _pack((done_ids, member, ratio))[1:]))
+    generation, seq, tokens = extension
+    tail = _pack((done_ids, member, ratio, generation, seq, tokens))[1:]
+    return b"".join((b"\x9a", head, requests_raw, tail))
 
 
 def encode_read_done(layer_idx: int, seq: int | None, refused: Sequence[Refusal] = ()) -> bytes:
