@@ -114,8 +114,9 @@ class BackgroundMetaClient:
         """
         if len(self._notices) >= self._options.max_open:
             raise QueueFullError(f"{len(self._notices)} notices wait to be drained")
-        request = rendezvous_pb2.AdvertiseRequest(rendezvous_id=rendezvous_id, child=child)
-        self._submit(lambda client: self._advertise(client, request))
+        copy = rendezvous_pb2.Child()
+        copy.CopyFrom(child)
+        self._submit(lambda client: self._advertise(client, rendezvous_id, copy))
 
     def withdraw(
         self,
@@ -234,11 +235,10 @@ class BackgroundMetaClient:
         if commands:
             self._client.kick()
 
-    def _advertise(self, client: MetaClient, request: rendezvous_pb2.AdvertiseRequest) -> None:
-        life_s = self._options.advert_ttl_s
-        request.ttl_ms = max(1, round(life_s * 1000))
-        expires_s = time.monotonic() + life_s
-        request_id = request.child.request_id
+    def _advertise(self, client: MetaClient, rendezvous_id: str, child: rendezvous_pb2.Child) -> None:
+        now_s = time.monotonic()
+        expires_s = now_s + self._options.advert_ttl_s
+        request_id = child.request_id
 
         def done(error: MetaError | None) -> None:
             if error is None:
@@ -246,12 +246,12 @@ class BackgroundMetaClient:
             outcome = rendezvous_pb2.OUTCOME_FAILED
             if isinstance(error, RendezvousEndedError):
                 outcome = error.outcome
-            self._note(ChildNotice(request.rendezvous_id, request_id, outcome, error.message))
+            self._note(ChildNotice(rendezvous_id, request_id, outcome, error.message))
 
         try:
-            client.exchange.advertise(request, expires_s, expires_s, done)
+            client.exchange.advertise(rendezvous_id, child, now_s, expires_s, expires_s, done)
         except QueueFullError as error:
-            self._note(ChildNotice(request.rendezvous_id, request_id, rendezvous_pb2.OUTCOME_FAILED, str(error)))
+            self._note(ChildNotice(rendezvous_id, request_id, rendezvous_pb2.OUTCOME_FAILED, str(error)))
 
     def _end(self, client: MetaClient, operation: rendezvous_pb2.Operation) -> None:
         def done(error: MetaError | None) -> None:

@@ -162,11 +162,9 @@ class MetaClient:
         stream = self._running_stream()
         life_s = ttl_s if ttl_s is not None else self.options.advert_ttl_s
         now_s = time.monotonic()
-        request = rendezvous_pb2.AdvertiseRequest(
-            rendezvous_id=rendezvous_id, child=child, ttl_ms=_milliseconds(life_s)
-        )
         done = _Completion()
-        self._state.advertise(request, now_s + life_s, now_s + self.options.deadline_s, done)
+        deadline_s = now_s + self.options.deadline_s
+        self._state.advertise(rendezvous_id, child, now_s, now_s + life_s, deadline_s, done)
         stream.kick()
         await done.future
 

@@ -91,15 +91,22 @@ class ExchangeState:
         """Awaits that are kept up."""
         return len(self._awaits)
 
-    def advertise(self, request: AdvertiseRequest, expires_s: float, deadline_s: float, done: Done) -> None:
+    def advertise(
+        self, rendezvous_id: str, child: Child, now_s: float, expires_s: float, deadline_s: float, done: Done
+    ) -> None:
         """Advertise a child and keep the advert up until it is withdrawn, has ended, or `expires_s`.
 
         Raises:
             QueueFullError: too many are open.
         """
-        key = (request.rendezvous_id, request.child.request_id)
+        key = (rendezvous_id, child.request_id)
         if key not in self._adverts and len(self._adverts) >= self._max_open:
             raise QueueFullError(f"{self._max_open} adverts are open")
+        operation = Operation()
+        request = operation.advertise  # filled in place: a child is copied once on its way
+        request.rendezvous_id = rendezvous_id
+        request.ttl_ms = max(1, round((expires_s - now_s) * 1000))
+        request.child.CopyFrom(child)
         advert = _OpenAdvert(request, expires_s)
 
         def advertised(error: MetaError | None) -> None:
@@ -107,7 +114,7 @@ class ExchangeState:
                 del self._adverts[key]
             done(error)
 
-        advert.op_id = self.pending.submit(Operation(advertise=request), deadline_s, advertised)
+        advert.op_id = self.pending.submit(operation, deadline_s, advertised)
         self._adverts[key] = advert
 
     def await_children(self, request: AwaitRequest, sink: AwaitSink, expires_s: float) -> None:
@@ -166,6 +173,7 @@ class ExchangeState:
         """Take over what the service says."""
         if response.service_id:
             self.service_id = response.service_id
+        self.pending.succeed(response.succeeded)
         for result in response.results:
             self.pending.receive(result, now_s)
         for event in response.events:

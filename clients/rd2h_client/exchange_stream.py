@@ -113,7 +113,7 @@ class ExchangeStream:
 
     def _set_timer(self) -> None:
         due_s = self._state.pending.next_wake_s()
-        if due_s is None or due_s >= self._timer_due_s:
+        if due_s >= self._timer_due_s:
             return
         if self._timer is not None:
             self._timer.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -88,24 +88,31 @@ class PendingOperations:
             entry = self._entries.get(self._unsent.popleft())
             if entry is not None:
                 operations.append(entry.operation)
-                size_bytes += entry.operation.ByteSize()
+                # Only lists of request ids make an operation large; measuring each would cost more than sending it.
+                if entry.operation.HasField("report_failure"):
+                    size_bytes += entry.operation.ByteSize()
         return ExchangeRequest(operations=operations) if operations else None
 
     def receive(self, result: OperationResult, now_s: float) -> None:
-        """Take over a result. Refusals for now are tried again until the operation's deadline."""
+        """Take over a refusal. Refusals for now are tried again until the operation's deadline."""
         entry = self._entries.get(result.op_id)
         if entry is None:
             return
-        error: MetaError | None = None
-        if result.code:
-            retry_after_s = result.retry_after_ms / 1000 if result.retry_after_ms else None
-            error = make_error(result.code, result.message, retry_after_s, result.outcome)
-            due_s = now_s + (retry_after_s or _RETRY_DELAY_S)
-            if isinstance(error, MetaUnavailableError | MetaExhaustedError) and due_s < entry.deadline_s:
-                heapq.heappush(self._delayed, (due_s, result.op_id))
-                return
+        retry_after_s = result.retry_after_ms / 1000 if result.retry_after_ms else None
+        error = make_error(result.code, result.message, retry_after_s, result.outcome)
+        due_s = now_s + (retry_after_s or _RETRY_DELAY_S)
+        if isinstance(error, MetaUnavailableError | MetaExhaustedError) and due_s < entry.deadline_s:
+            heapq.heappush(self._delayed, (due_s, result.op_id))
+            return
         del self._entries[result.op_id]
         entry.done(error)
+
+    def succeed(self, op_ids: Iterable[int]) -> None:
+        """These operations were applied."""
+        for op_id in op_ids:
+            entry = self._entries.pop(op_id, None)
+            if entry is not None:
+                entry.done(None)
 
     def restart(self) -> list[int]:
         """A new stream starts: return the ids of what has no result, in order, for `send_again`."""
@@ -117,11 +124,10 @@ class PendingOperations:
         """Queue operations that still wait for their result."""
         self._unsent.extend(op_id for op_id in op_ids if op_id in self._entries)
 
-    def next_wake_s(self) -> float | None:
-        """Return when `wake` has something to do, or None."""
-        while self._deadlines and self._deadlines[0][1] not in self._entries:
-            heapq.heappop(self._deadlines)
-        return min((heap[0][0] for heap in (self._delayed, self._deadlines) if heap), default=None)
+    def next_wake_s(self) -> float:
+        """Return when `wake` may have something to do at the earliest; infinity when never."""
+        due_s = self._deadlines[0][0] if self._deadlines else NO_DEADLINE
+        return min(due_s, self._delayed[0][0]) if self._delayed else due_s
 
     def wake(self, now_s: float) -> None:
         """Send again what was delayed until now, and give up what has waited too long."""
@@ -129,10 +135,12 @@ class PendingOperations:
             self._unsent.append(heapq.heappop(self._delayed)[1])
         while self._deadlines and self._deadlines[0][0] <= now_s:
             entry = self._entries.pop(heapq.heappop(self._deadlines)[1], None)
-            if entry is not None:
+            if entry is not None:  # else it was answered in time
                 kind = entry.operation.WhichOneof("op")
                 message = f"{kind}: no answer from the meta service before the deadline"
                 entry.done(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+        while self._deadlines and self._deadlines[0][1] not in self._entries:
+            heapq.heappop(self._deadlines)
 
     def fail_all(self, error: MetaError) -> None:
         """End everything that waits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,28 +45,29 @@ class _Shelf:
     def __init__(self, max_entries: int, max_children: int) -> None:
         self._max_entries = max_entries
         self._max_children = max_children
-        self._entries: OrderedDict[str, EndedRendezvous] = OrderedDict()
+        self._entries: deque[tuple[str, EndedRendezvous]] = deque()
         self._children = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, rendezvous_id: str) -> EndedRendezvous | None:
-        return self._entries.get(rendezvous_id)
-
-    def add(self, rendezvous_id: str, entry: EndedRendezvous) -> None:
-        self._entries[rendezvous_id] = entry
+    def add(self, rendezvous_id: str, entry: EndedRendezvous) -> list[str]:
+        """Add an entry; return what had to be forgotten for it."""
+        self._entries.append((rendezvous_id, entry))
         self._children += len(entry.children)
+        forgotten = []
         while len(self._entries) > self._max_entries or self._children > self._max_children:
-            self._forget_oldest()
+            forgotten.append(self._forget_oldest())
+        return forgotten
 
-    def forget_due(self, now_s: float) -> None:
-        while self._entries and next(iter(self._entries.values())).forget_at_s <= now_s:
-            self._forget_oldest()
+    def forget_due(self, now_s: float) -> list[str]:
+        """Forget what was kept long enough; return it."""
+        forgotten = []
+        while self._entries and self._entries[0][1].forget_at_s <= now_s:
+            forgotten.append(self._forget_oldest())
+        return forgotten
 
-    def _forget_oldest(self) -> None:
-        _, entry = self._entries.popitem(last=False)
+    def _forget_oldest(self) -> str:
+        rendezvous_id, entry = self._entries.popleft()
         self._children -= len(entry.children)
+        return rendezvous_id
 
 
 class RendezvousMemory:
@@ -75,25 +76,31 @@ class RendezvousMemory:
 
     def __init__(self, limits: RendezvousLimits) -> None:
         self._memory_s = limits.memory_s
+        self._entries: dict[str, EndedRendezvous] = {}
         self._done = _Shelf(limits.max_remembered, limits.max_remembered_children)
         self._other = _Shelf(limits.max_remembered, limits.max_remembered_children)
 
     def __len__(self) -> int:
-        return len(self._done) + len(self._other)
+        return len(self._entries)
 
     def get(self, rendezvous_id: str) -> EndedRendezvous | None:
         """Return how a rendezvous ended, or None when it has not or that is forgotten."""
-        return self._done.get(rendezvous_id) or self._other.get(rendezvous_id)
+        return self._entries.get(rendezvous_id)
 
     def add(
         self, rendezvous_id: str, outcome: Outcome, reason: str, children: dict[str, ChildEnd], now_s: float
     ) -> EndedRendezvous:
         """Remember an ended rendezvous that is not yet remembered."""
         entry = EndedRendezvous(outcome, reason, children, now_s + self._memory_s)
-        (self._done if outcome == OUTCOME_DONE else self._other).add(rendezvous_id, entry)
+        self._entries[rendezvous_id] = entry
+        self._forget((self._done if outcome == OUTCOME_DONE else self._other).add(rendezvous_id, entry))
         return entry
 
     def forget_due(self, now_s: float) -> None:
         """Forget what was remembered long enough."""
-        self._done.forget_due(now_s)
-        self._other.forget_due(now_s)
+        self._forget(self._done.forget_due(now_s))
+        self._forget(self._other.forget_due(now_s))
+
+    def _forget(self, rendezvous_ids: list[str]) -> None:
+        for rendezvous_id in rendezvous_ids:
+            del self._entries[rendezvous_id]

@@ -20,7 +20,8 @@ class Outbox:
 
     def __init__(self, capacity: int) -> None:
         """`capacity` bounds results and events together; see `overflowed`."""
-        self._capacity = capacity
+        self._room = capacity
+        self._succeeded: list[int] = []
         self._results: deque[OperationResult] = deque()
         self._events: deque[RendezvousEvent] = deque()
         self._ready = asyncio.Event()
@@ -31,13 +32,18 @@ class Outbox:
 
     def put_event(self, event: RendezvousEvent) -> None:
         """Queue an event."""
-        if self._has_room():
+        if self._take_room():
             self._events.append(event)
 
     def put_result(self, result: OperationResult) -> None:
         """Queue a result."""
-        if self._has_room():
+        if self._take_room():
             self._results.append(result)
+
+    def put_success(self, op_id: int) -> None:
+        """Queue the news that an operation was applied."""
+        if self._take_room():
+            self._succeeded.append(op_id)
 
     def close(self) -> None:
         """Let `take` return None once everything is taken."""
@@ -46,20 +52,23 @@ class Outbox:
 
     async def take(self) -> ExchangeResponse | None:
         """Wait for something to write and return it; None when closed and empty, or overflowed."""
-        while not (self._results or self._events):
+        while not (self._succeeded or self._results or self._events):
             if self.closed or self.overflowed:
                 return None
             self._ready.clear()
             await self._ready.wait()
         if self.overflowed:
             return None
+        succeeded, self._succeeded = self._succeeded, []
         results = _take(self._results, MAX_ENTRIES_PER_MESSAGE)
         events = _take(self._events, MAX_ENTRIES_PER_MESSAGE - len(results))
-        return ExchangeResponse(results=results, events=events)
+        self._room += len(succeeded) + len(results) + len(events)
+        return ExchangeResponse(succeeded=succeeded, results=results, events=events)
 
-    def _has_room(self) -> bool:
+    def _take_room(self) -> bool:
         self._ready.set()
-        if len(self._results) + len(self._events) >= self._capacity:
+        self._room -= 1
+        if self._room < 0:
             self.overflowed = True
         return not self.overflowed
 

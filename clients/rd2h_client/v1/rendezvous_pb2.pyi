@@ -77,14 +77,16 @@ class ExchangeRequest(_message.Message):
     def __init__(self, operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("results", "events", "service_id")
+    __slots__ = ("results", "events", "service_id", "succeeded")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[OperationResult]
     events: _containers.RepeatedCompositeFieldContainer[RendezvousEvent]
     service_id: str
-    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RendezvousEvent, _Mapping]]] = ..., service_id: _Optional[str] = ...) -> None: ...
+    succeeded: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RendezvousEvent, _Mapping]]] = ..., service_id: _Optional[str] = ..., succeeded: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OperationResult(_message.Message):
     __slots__ = ("op_id", "code", "message", "retry_after_ms", "outcome")

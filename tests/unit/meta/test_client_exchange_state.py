@@ -9,7 +9,6 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
-    AdvertiseRequest,
     AwaitRequest,
     CancelRequest,
     ChildEnded,
@@ -44,18 +43,17 @@ class Bench:
         self.state = ExchangeState(max_open, lambda rid, ended: self.told.append((rid, ended)))
 
     def advertise(self, name: str = "a", rid: str = "r", expires_s: float = 100.0) -> None:
-        request = AdvertiseRequest(rendezvous_id=rid, child=child(name))
-        self.state.advertise(request, expires_s, 10.0, self.outcomes.append)
+        self.state.advertise(rid, child(name), 0.0, expires_s, 10.0, self.outcomes.append)
 
     def sent(self) -> list[Operation]:
         batch = self.state.take_batch()
         return list(batch.operations) if batch else []
 
     def answer_all(self, code: int = 0, message: str = "", outcome: int = 0, now_s: float = 0.0) -> None:
-        results = [
-            OperationResult(op_id=entry.op_id, code=code, message=message, outcome=outcome) for entry in self.sent()
-        ]
-        self.state.receive(ExchangeResponse(results=results), now_s)
+        ids = [entry.op_id for entry in self.sent()]
+        results = [OperationResult(op_id=op_id, code=code, message=message, outcome=outcome) for op_id in ids]
+        answer = ExchangeResponse(results=results) if code else ExchangeResponse(succeeded=ids)
+        self.state.receive(answer, now_s)
 
 
 def test_an_advert_is_said_again_with_the_life_that_is_left() -> None:
@@ -122,7 +120,7 @@ def test_an_await_is_said_again_with_the_life_that_is_left_or_fails() -> None:
     bench.state.reconnected(20.0)
     (again,) = bench.sent()
     assert (again.await_children.ttl_ms, sink.resumed) == (30_000, 1)
-    bench.state.receive(ExchangeResponse(results=[OperationResult(op_id=again.op_id)]), 20.0)
+    bench.state.receive(ExchangeResponse(succeeded=[again.op_id]), 20.0)
     bench.state.reconnected(50.0)
     assert bench.sent() == []
     assert isinstance(sink.error, MetaUnavailableError)

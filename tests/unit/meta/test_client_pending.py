@@ -46,9 +46,9 @@ def test_results_end_operations_once() -> None:
     bench = Bench()
     first, second = bench.submit(), bench.submit()
     for _ in range(2):
-        bench.pending.receive(OperationResult(op_id=first), 0.0)
+        bench.pending.succeed([first, 99])
         bench.pending.receive(OperationResult(op_id=second, code=3, message="bad"), 0.0)
-        bench.pending.receive(OperationResult(op_id=99), 0.0)
+        bench.pending.receive(OperationResult(op_id=99, code=3), 0.0)
     assert bench.outcomes[0] is None
     assert isinstance(bench.outcomes[1], MetaRefusedError)
     assert len(bench.outcomes) == 2
@@ -65,7 +65,7 @@ def test_refusals_for_now_are_sent_again_after_the_delay(code: int, retry_after_
     assert bench.sent() == []
     bench.pending.wake(due_s)
     assert bench.sent() == [op_id]
-    bench.pending.receive(OperationResult(op_id=op_id), 2.0)
+    bench.pending.succeed([op_id])
     assert bench.outcomes == [None]
 
 
@@ -83,15 +83,15 @@ def test_deadlines() -> None:
     bench.submit(deadline_s=5.0)
     answered = bench.submit(deadline_s=3.0)
     bench.submit(deadline_s=NO_DEADLINE)
-    bench.pending.receive(OperationResult(op_id=answered), 0.0)
-    assert bench.pending.next_wake_s() == 5.0
+    bench.pending.succeed([answered])
     bench.pending.wake(4.9)
+    assert bench.pending.next_wake_s() == 5.0
     assert len(bench.outcomes) == 1
     bench.pending.wake(5.0)
     error = bench.outcomes[1]
     assert isinstance(error, MetaUnavailableError)
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert bench.pending.next_wake_s() is None
+    assert bench.pending.next_wake_s() == NO_DEADLINE
     assert len(bench.pending) == 1
 
 
@@ -99,7 +99,7 @@ def test_a_new_stream_sends_the_unanswered_again_in_order() -> None:
     bench = Bench()
     ids = [bench.submit() for _ in range(4)]
     bench.sent()
-    bench.pending.receive(OperationResult(op_id=ids[1]), 0.0)
+    bench.pending.succeed([ids[1]])
     bench.pending.receive(OperationResult(op_id=ids[2], code=14), 0.0)
     again = bench.pending.restart()
     newer = bench.submit()
@@ -122,7 +122,7 @@ def test_memory_of_deadlines_follows_what_waits() -> None:
     bench = Bench()
     keep = bench.submit(deadline_s=1.0)
     for _ in range(10_000):
-        bench.pending.receive(OperationResult(op_id=bench.submit(deadline_s=1e6)), 0.0)
+        bench.pending.succeed([bench.submit(deadline_s=1e6)])
     assert len(bench.pending._deadlines) < 200
     assert keep in bench.pending
 
@@ -135,4 +135,4 @@ def test_fail_all() -> None:
     bench.pending.fail_all(error)
     assert bench.outcomes == [error] * 3
     assert bench.sent() == []
-    assert bench.pending.next_wake_s() is None
+    assert bench.pending.next_wake_s() == NO_DEADLINE

@@ -16,7 +16,6 @@ from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_DONE,
-    AdvertiseRequest,
     AwaitRequest,
     CancelRequest,
     ChildEnded,
@@ -111,8 +110,7 @@ class PlaneMachine(RuleBasedStateMachine):
                 assert key not in self.notices
                 self.notices[key] = error.message
 
-        request = AdvertiseRequest(rendezvous_id=rid, child=child(name))
-        self.decode.state.advertise(request, LONG_S, LONG_S, done)
+        self.decode.state.advertise(rid, child(name), self.now_s, LONG_S, LONG_S, done)
 
     @rule(rid=RENDEZVOUS, name=CHILDREN, outcome=st.sampled_from([OUTCOME_DONE, OUTCOME_ABORTED]))
     def decode_withdraws(self, rid: str, name: str, outcome: int) -> None:
@@ -194,7 +192,7 @@ class PlaneMachine(RuleBasedStateMachine):
         link = self.proxy if proxy else self.decode
         if link.up:
             for operation in link.up.popleft().operations:
-                link.down.append(ExchangeResponse(results=[self.apply(operation, link.subscriber)]))
+                link.down.append(self.apply(operation, link.subscriber))
 
     def client_receives(self, proxy: bool) -> None:
         link = self.proxy if proxy else self.decode
@@ -208,8 +206,7 @@ class PlaneMachine(RuleBasedStateMachine):
         if seldom:
             self.start_service()
 
-    def apply(self, operation: Operation, subscriber: int) -> OperationResult:
-        result = OperationResult(op_id=operation.op_id)
+    def apply(self, operation: Operation, subscriber: int) -> ExchangeResponse:
         name = operation.WhichOneof("op")
         request = getattr(operation, name)
         rid = request.rendezvous_id
@@ -225,10 +222,13 @@ class PlaneMachine(RuleBasedStateMachine):
             else:
                 self.table.report_failure(rid, request.request_ids, request.reason, self.now_s)
         except EndedError as error:
-            result.code, result.message, result.outcome = error.code, error.message, error.outcome
+            result = OperationResult(
+                op_id=operation.op_id, code=error.code, message=error.message, outcome=error.outcome
+            )
+            return ExchangeResponse(results=[result])
         except MetaServiceError as error:
             raise AssertionError(f"{name} refused: {error}") from error
-        return result
+        return ExchangeResponse(succeeded=[operation.op_id])
 
     def look(self) -> None:
         for rid, iterator in self.awaits.items():
