@@ -113,8 +113,10 @@ class PrefillScheduler:
         except RequestError as error:
             logger.debug("rd2h: ended request %s has no usable parameters: %s", request_id, error)
             return
+        reason = "Prefill ended the request before it was computed"
         known = [child for child in children if not self._rules.address_objection(child, self._control)]
-        self._fail(remote.rendezvous_id, known, "Prefill ended the request before it was computed")
+        self._failures += [ChildFailure(child, reason) for child in known]
+        self._report(remote.rendezvous_id, children, reason)
 
     def _publish(
         self, request_id: str, entry: Published, computed: int, main: Sequence[int], indexer: Sequence[int]
