@@ -9,18 +9,22 @@
 #define BIT(t) (UINT64_C(1) << ((uint64_t)(t) & 63))
 
 typedef struct {
+    int32_t token, slot;
+} Entry;
+
+typedef struct {
     int64_t rows, width, capacity;
     const int64_t *topk;           /* [rows, width] logical positions, negative: absent */
     const uint64_t *keys;          /* [rows] request identity, 0: padding */
     const int64_t *prefix;         /* [rows] positions below are final */
     const int32_t *block_tables;   /* [rows, max_blocks] */
     int64_t max_blocks, block_size, num_blocks;
-    int32_t *tokens, *slots;       /* [rows, capacity] oldest to newest; token -1: free */
+    Entry *entries;                /* [rows, capacity] oldest to newest; token -1: free */
     uint64_t *last_keys;           /* [rows] */
     int64_t *last_prefix;          /* [rows] */
     uint64_t *wanted;              /* one bit for each position, all zero between calls */
     int32_t *slot_of;              /* one entry for each position */
-    int32_t *scratch;              /* [5 * capacity + 2 * width] */
+    Entry *scratch;                /* [3 * capacity + width] */
     int32_t *out_slots;            /* [rows, width] */
     int64_t *out_sources, *out_targets; /* [rows * width] pool row and hot row of each miss */
     int64_t *out_counts;           /* [3] misses, hits, evictions; on failure the offending row and value */
@@ -34,11 +38,10 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
     const int64_t *topk = c->topk + row * width;
     const int32_t *table = c->block_tables + row * c->max_blocks;
     int32_t *out = c->out_slots + row * width;
-    int32_t *tokens = c->tokens + row * capacity, *slots = c->slots + row * capacity;
+    Entry *entries = c->entries + row * capacity;
     uint64_t *wanted = c->wanted;
     int32_t *slot_of = c->slot_of;
-    int32_t *free_slots = c->scratch, *old_tokens = free_slots + capacity, *old_slots = old_tokens + capacity;
-    int32_t *hit_tokens = old_slots + capacity, *hit_slots = hit_tokens + capacity;
+    Entry *free_entries = c->scratch, *old = free_entries + capacity, *hit = old + capacity, *new = hit + capacity;
 
     for (int64_t i = 0; i < width; i++) {
         if (topk[i] >= limit_positions) {
@@ -57,7 +60,7 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
     if (c->last_keys[row] != c->keys[row]) {
         limit = 0; /* another request: nothing of the old one is valid */
         for (int64_t i = 0; i < capacity; i++)
-            slots[i] = (int32_t)i;
+            entries[i].slot = (int32_t)i;
     } else if (c->last_prefix[row] < limit) {
         limit = c->last_prefix[row]; /* what was fetched from above it may have been rewritten since */
     }
@@ -66,29 +69,27 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
 
     int64_t free_count = 0, old_count = 0, hit_count = 0;
     for (int64_t i = 0; i < capacity; i++) {
-        const int32_t token = tokens[i], slot = slots[i];
-        const int64_t valid = (token >= 0) & (token < limit);
-        const int64_t at = valid ? token : 0;
-        const int64_t hit = valid & (int64_t)((wanted[WORD(at)] >> (at & 63)) & 1);
-        free_slots[free_count] = slot;
-        free_count += !valid;
-        old_tokens[old_count] = token;
-        old_slots[old_count] = slot;
-        old_count += valid & !hit;
-        hit_tokens[hit_count] = token;
-        hit_slots[hit_count] = slot;
-        hit_count += hit;
+        const Entry entry = entries[i];
+        if (entry.token < 0 || entry.token >= limit) {
+            free_entries[free_count++] = (Entry){-1, entry.slot};
+            continue;
+        }
+        /* Written to both lists, kept in one: whether it was asked for cannot be predicted. */
+        const int64_t asked = (int64_t)((wanted[WORD(entry.token)] >> (entry.token & 63)) & 1);
+        old[old_count] = entry;
+        hit[hit_count] = entry;
+        old_count += 1 - asked;
+        hit_count += asked;
     }
     for (int64_t i = 0; i < hit_count; i++) {
-        slot_of[hit_tokens[i]] = hit_slots[i];
-        wanted[WORD(hit_tokens[i])] &= ~BIT(hit_tokens[i]); /* from here on a set bit is a miss without a slot */
+        slot_of[hit[i].token] = hit[i].slot;
+        wanted[WORD(hit[i].token)] &= ~BIT(hit[i].token); /* from here on a set bit is a miss without a slot */
     }
 
     /* The new order: what is left of free and old, then the misses, then the hits. */
     const int64_t new_end = capacity - hit_count;
     int64_t given = 0, found = 0;
     int fault = OK;
-    int32_t *new_tokens = c->scratch + 5 * capacity, *new_slots = new_tokens + width;
     for (int64_t i = 0; i < width; i++) {
         const int64_t token = topk[i];
         if (token < 0) {
@@ -98,7 +99,7 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
         found++;
         if (wanted[WORD(token)] & BIT(token)) {
             const int64_t block = table[token / c->block_size];
-            const int32_t slot = given < free_count ? free_slots[given] : old_slots[given - free_count];
+            const int32_t slot = given < free_count ? free_entries[given].slot : old[given - free_count].slot;
             wanted[WORD(token)] &= ~BIT(token);
             if (block < 0 || block >= c->num_blocks) {
                 c->out_counts[0] = row;
@@ -107,8 +108,7 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
                 continue;
             }
             slot_of[token] = slot;
-            new_tokens[given] = (int32_t)token;
-            new_slots[given] = slot;
+            new[given] = (Entry){(int32_t)token, slot};
             c->out_sources[*misses + given] = block * c->block_size + token % c->block_size;
             c->out_targets[*misses + given] = row * capacity + slot;
             given++;
@@ -120,15 +120,10 @@ static int plan_row(const Lookup *c, int64_t row, int64_t *misses, int64_t *hits
 
     const int64_t free_used = given < free_count ? given : free_count, old_used = given - free_used;
     const int64_t free_left = free_count - free_used, old_left = old_count - old_used;
-    for (int64_t i = 0; i < free_left; i++)
-        tokens[i] = -1;
-    memcpy(slots, free_slots + free_used, (size_t)free_left * sizeof(int32_t));
-    memcpy(tokens + free_left, old_tokens + old_used, (size_t)old_left * sizeof(int32_t));
-    memcpy(slots + free_left, old_slots + old_used, (size_t)old_left * sizeof(int32_t));
-    memcpy(tokens + new_end - given, new_tokens, (size_t)given * sizeof(int32_t));
-    memcpy(slots + new_end - given, new_slots, (size_t)given * sizeof(int32_t));
-    memcpy(tokens + new_end, hit_tokens, (size_t)hit_count * sizeof(int32_t));
-    memcpy(slots + new_end, hit_slots, (size_t)hit_count * sizeof(int32_t));
+    memcpy(entries, free_entries + free_used, (size_t)free_left * sizeof(Entry));
+    memcpy(entries + free_left, old + old_used, (size_t)old_left * sizeof(Entry));
+    memcpy(entries + new_end - given, new, (size_t)given * sizeof(Entry));
+    memcpy(entries + new_end, hit, (size_t)hit_count * sizeof(Entry));
     *misses += given;
     *hits += found - given;
     *evictions += old_used;

@@ -39,7 +39,7 @@ class Lookup(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "width", "capacity")),
         *((name, ctypes.c_void_p) for name in ("topk", "keys", "prefix", "block_tables")),
         *((name, ctypes.c_int64) for name in ("max_blocks", "block_size", "num_blocks")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "slots", "last_keys", "last_prefix")),
+        *((name, ctypes.c_void_p) for name in ("entries", "last_keys", "last_prefix")),
         *((name, ctypes.c_void_p) for name in ("wanted", "slot_of", "scratch")),
         *((name, ctypes.c_void_p) for name in ("out_slots", "out_sources", "out_targets", "out_counts")),
     )

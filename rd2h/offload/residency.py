@@ -97,7 +97,7 @@ class Workspace:
     """Scratch memory of a look-up, shared by all layers; grows with the longest block table."""
 
     def __init__(self, geometry: Geometry) -> None:
-        self.scratch = np.empty(5 * geometry.capacity + 2 * geometry.topk, np.int32)
+        self.scratch = np.empty((3 * geometry.capacity + geometry.topk, 2), np.int32)
         self.slot_of = np.zeros(0, np.int32)
         self.wanted = np.zeros(0, np.uint64)
         self.marks = np.zeros((0, 0), np.int32)
@@ -126,8 +126,8 @@ class ResidencyTable:
         self._workspace = workspace if workspace is not None else Workspace(geometry)
         self._kernel = kernel
         rows, capacity = geometry.rows, geometry.capacity
-        self._tokens = np.full((rows, capacity), -1, np.int32)
-        self._slots = np.tile(np.arange(capacity, dtype=np.int32), (rows, 1))
+        self._entries = np.empty((rows, capacity, 2), np.int32)
+        self._entries[:] = np.stack([np.full(capacity, -1), np.arange(capacity)], axis=1)
         self._last_keys = np.zeros(rows, np.uint64)
         self._last_prefix = np.zeros(rows, np.int64)
 
@@ -137,7 +137,7 @@ class ResidencyTable:
 
     def residents(self, row: int) -> list[tuple[int, int]]:
         """(token, slot) of a row from least to most recently used; token -1 is a free slot."""
-        return list(zip(self._tokens[row].tolist(), self._slots[row].tolist(), strict=True))
+        return [(token, slot) for token, slot in self._entries[row].tolist()]
 
     def plan(self, question: Question) -> Plan:
         """Look up, evict, and plan the copies. The rows of the plan count as resident from now on.
@@ -187,7 +187,7 @@ class ResidencyTable:
             np.ascontiguousarray(question.stable_prefix, np.int64),
             np.ascontiguousarray(question.block_tables, np.int32),
         )
-        state = (self._tokens, self._slots, self._last_keys, self._last_prefix)
+        state = (self._entries, self._last_keys, self._last_prefix)
         scratch = (work.wanted, work.slot_of, work.scratch)
         outputs = (slots, work.sources, work.targets, counts)
         lookup = Lookup(
@@ -231,7 +231,8 @@ class ResidencyTable:
         geometry, capacity = self.geometry, self.geometry.capacity
         topk, max_blocks = question.topk[rows], question.block_tables.shape[1]
         self._check_positions(topk, rows, max_blocks)
-        tokens, slots, valid = self._take_rows(question, rows)
+        entries, valid = self._take_rows(question, rows)
+        tokens, slots = entries[..., 0], np.ascontiguousarray(entries[..., 1])
 
         # marks: 0 not asked, -1 asked, slot + 1 asked and resident. All zero again at the end. The last column of each
         # row stands for everything absent, so that no array needs to be compressed.
@@ -259,7 +260,7 @@ class ResidencyTable:
         order = np.argsort(valid.view(np.uint8) + hit.view(np.uint8), axis=1, kind="stable") + flat_start
         taken = order[new_row, column]
         tokens[~valid] = -1
-        tokens.reshape(-1)[taken] = new_token
+        entries.reshape(-1, 2)[taken, 0] = new_token
         new_slot = slots.reshape(-1)[taken]
         table[new] = new_slot + 1
         all_slots[rows] = table[asked] - 1
@@ -268,8 +269,7 @@ class ResidencyTable:
         turned = columns + given[:, None]
         turned = np.where(columns < movable, np.where(turned < movable, turned, turned - movable), columns)
         order = order.reshape(-1)[turned + flat_start]
-        self._tokens[rows] = tokens.reshape(-1)[order]
-        self._slots[rows] = slots.reshape(-1)[order]
+        self._entries[rows] = entries.reshape(-1, 2)[order]
 
         blocks = question.block_tables[rows[new_row], new_token // geometry.block_size].astype(np.int64)
         outside = np.flatnonzero((blocks < 0) | (blocks >= geometry.num_blocks))
@@ -284,16 +284,17 @@ class ResidencyTable:
             int(np.maximum(given - free, 0).sum()),
         )
 
-    def _take_rows(self, question: Question, rows: Int64s) -> tuple[Int32s, Int32s, npt.NDArray[np.bool_]]:
-        """Tokens and slots of ``rows`` in order of use, and which of them are valid residents; notes the look-up."""
+    def _take_rows(self, question: Question, rows: Int64s) -> tuple[Int32s, npt.NDArray[np.bool_]]:
+        """(token, slot) of ``rows`` in order of use, and which of them are valid residents; notes the look-up."""
         keys, prefix = question.keys[rows], question.stable_prefix[rows]
-        tokens, slots = self._tokens[rows], self._slots[rows]
+        entries = self._entries[rows]
         limit = np.minimum(prefix, self._last_prefix[rows])
         changed = self._last_keys[rows] != keys
         limit[changed] = 0
-        slots[changed] = np.arange(self.geometry.capacity, dtype=np.int32)
+        entries[changed, :, 1] = np.arange(self.geometry.capacity, dtype=np.int32)
         self._last_keys[rows], self._last_prefix[rows] = keys, prefix
-        return tokens, slots, (tokens >= 0) & (tokens < limit[:, None])
+        tokens = entries[..., 0]
+        return entries, (tokens >= 0) & (tokens < limit[:, None])
 
     def _check_positions(self, topk: Int64s, rows: Int64s, max_blocks: int) -> None:
         beyond = np.argwhere(topk >= max_blocks * self.geometry.block_size)

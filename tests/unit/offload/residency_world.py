@@ -164,7 +164,7 @@ def wander(seed, steps):
     """A world after ``steps`` look-ups of random life."""
     rng = random.Random(seed)
     topk = rng.randint(1, 8)
-    capacity = -(-topk // BLOCK) * BLOCK + BLOCK * rng.randint(0, 3)
+    capacity = -(-topk // BLOCK) * BLOCK + BLOCK * rng.randint(0, 2)
     world = World(rng.randint(1, 6), topk, capacity)
     while world.steps < steps:
         dice = rng.random()

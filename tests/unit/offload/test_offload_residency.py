@@ -84,7 +84,7 @@ def test_agrees_with_the_obvious_table(seed):
 def test_the_walks_were_long_and_saw_everything():
     assert sum(world.steps for world in WALKED) >= 20_000
     assert sum(world.hits for world in WALKED) > 10_000
-    assert sum(world.evictions for world in WALKED) > 1_000
+    assert sum(world.evictions for world in WALKED) > 200
     assert sum(world.duplicates for world in WALKED) > 1_000
     assert sum(world.rewrites for world in WALKED) > 1_000
 
