@@ -5,34 +5,18 @@ import random
 import socket
 import time
 import urllib.parse
-from collections.abc import Callable
 
 import pytest
+from engine_state import wait_idle
 
 from rd2h.demo.cases import Case
 from rd2h.demo.chain import ConnectedEngine
 from rd2h.demo.completions import complete
-from rd2h.demo.counters import Counters
 from rd2h.demo.process import ManagedProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.pd, pytest.mark.timeout(300)]
-SETTLE_S = 30.0
 # Longer than several prefill chunks, so that a client can leave while Prefill computes.
 PARAGRAPH = "The client has the right to leave the table before, during and after the soup, and often does. " * 9
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SETTLE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SETTLE_S} s: {what}"
-        time.sleep(0.05)
-
-
-def idle(engine: ConnectedEngine) -> bool:
-    """No request and no block in use."""
-    page = Counters.read(engine.url)
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return all(page.total(name) == 0 for name in names)
 
 
 def send_and_leave(url: str, body: dict[str, object], after_s: float) -> None:
@@ -68,7 +52,7 @@ def test_client_leaves(
     prompt = f"{after_ms} ms, {streaming}: {PARAGRAPH}"
     body = Case("leave", (prompt,), max_tokens=2000).body() | {"stream": streaming}
     send_and_leave(proxy.url, body, after_ms / 1000)
-    wait_for(lambda: idle(prefill) and idle(decode), "both engines idle, all blocks free")
+    wait_idle(prefill, decode)
     # What the aborted request left in the prefix caches must be sound.
     again = Case("again", (prompt,))
     assert complete(proxy.url, again.body()) == complete(single.url, again.body())
@@ -83,4 +67,4 @@ def test_many_clients_leave_while_others_stay(
         send_and_leave(proxy.url, leaving.body() | {"stream": True}, source.uniform(0, 0.2))
         staying = Case("stay", (f"stayer {turn} {PARAGRAPH[: 40 * turn + 1]}",))
         assert complete(proxy.url, staying.body()) == complete(single.url, staying.body())
-    wait_for(lambda: idle(prefill) and idle(decode), "both engines idle, all blocks free")
+    wait_idle(prefill, decode)

@@ -1,9 +1,7 @@
 """A Prefill/Decode pair behind the proxy gives the tokens of one engine, and pulls exactly what it must."""
 
-import time
-from collections.abc import Callable
-
 import pytest
+from engine_state import idle, reset_prefix_cache, wait_idle
 
 from rd2h.demo.cases import Case, control_cases, equality_cases
 from rd2h.demo.chain import Chain, ConnectedEngine, MetaProcess
@@ -18,29 +16,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.pd, pytest.mark.timeout(300)]
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
 BLOCK_BYTES = BLOCK_TOKENS * ModelShape().kv_bytes_per_token_layer * ModelShape().layers
-SETTLE_S = 20.0
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = SETTLE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-
-
-def idle(engine: ConnectedEngine) -> bool:
-    """No request and no block in use on the engine."""
-    page = Counters.read(engine.url)
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return all(page.total(name) == 0 for name in names)
-
-
-def reset_prefix_cache(engine: ConnectedEngine) -> None:
-    import urllib.request
-
-    request = urllib.request.Request(f"{engine.url}/reset_prefix_cache", b"", method="POST")
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        assert answer.status == 200
 
 
 @pytest.mark.parametrize("case", equality_cases(CHUNK_TOKENS), ids=lambda case: case.name)
@@ -57,7 +32,7 @@ def test_tokens_counters_and_bytes(
     pulled = pulled_bytes(decode.timeline.new_events())
     assert pulled == fresh_blocks * BLOCK_BYTES
     assert counted.pulled_bytes == pulled
-    wait_for(lambda: idle(prefill) and idle(decode), "both engines idle, all blocks free")
+    wait_idle(prefill, decode)
 
 
 def test_prompt_cached_on_prefill_but_not_on_decode_is_pulled_whole(
@@ -66,7 +41,7 @@ def test_prompt_cached_on_prefill_but_not_on_decode_is_pulled_whole(
     prompt = "Prefill knows this one already. " * 20
     case = Case("cached on prefill", (prompt,))
     assert complete(proxy.url, case.body()) == complete(single.url, case.body())
-    wait_for(lambda: idle(prefill) and idle(decode), "both engines idle")
+    wait_idle(prefill, decode)
     reset_prefix_cache(decode)
     hits = Counters.read(prefill.url).total("vllm:prefix_cache_hits_total")
     decode.timeline.new_events()
@@ -114,7 +89,7 @@ def test_client_that_leaves_frees_both_engines(
     next(pieces)
     assert not idle(decode)
     pieces.close()
-    wait_for(lambda: idle(prefill) and idle(decode), "both engines idle after the client left")
+    wait_idle(prefill, decode)
 
 
 def test_reads_suppressed_gives_other_tokens(

@@ -1,0 +1,37 @@
+"""Waiting for real engines to come to rest."""
+
+import time
+import urllib.request
+from collections.abc import Callable
+
+from rd2h.demo.chain import ConnectedEngine
+from rd2h.demo.counters import Counters
+
+SETTLE_S = 30.0
+_IN_USE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = SETTLE_S) -> None:
+    """Waits for the condition; fails the test when it does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def idle(*engines: ConnectedEngine) -> bool:
+    """No engine has a request or a block in use."""
+    pages = [Counters.read(engine.url) for engine in engines]
+    return all(page.total(name) == 0 for page in pages for name in _IN_USE)
+
+
+def wait_idle(*engines: ConnectedEngine) -> None:
+    """Waits until no engine has a request or a block in use."""
+    wait_for(lambda: idle(*engines), "engines idle, all blocks free")
+
+
+def reset_prefix_cache(engine: ConnectedEngine) -> None:
+    """Empties an idle engine's prefix cache."""
+    request = urllib.request.Request(f"{engine.url}/reset_prefix_cache", b"", method="POST")
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
