@@ -8,12 +8,13 @@ acknowledgement; pipelined: all layers go out at once.
 
 How it is measured:
 
-* An acknowledgement's time runs on Prefill's forward thread, from the call of ``publish`` to the return of
-  ``wait_writable`` for that layer; so it includes every hand-over between threads on both sides. The first layer of a
-  chunk, at which its block lists are parsed and planned, does not count in the acknowledgement figures.
+* An acknowledgement takes from the call of ``publish`` on Prefill's forward thread until the publisher has handled
+  the acknowledgement and opened the gate. The first layer of a chunk, at which its block lists are parsed and planned,
+  does not count. In serial mode the forward thread then returns from ``wait_writable`` and publishes the next layer.
+* Every chunk has other blocks than the one before, so bytes come from memory rather than from a cache.
 * CPU is that of the whole process: all product threads, ZeroMQ's I/O thread, and on Prefill the forward thread that
-  calls the publisher. Decode's harness thread is blocked meanwhile; Prefill's adds two clock readings a layer. In serial
-  mode it covers the layers after the first, in pipelined mode all of them.
+  calls the publisher. Decode's harness thread is blocked meanwhile; Prefill's adds two clock readings a layer. In
+  serial mode it covers the layers after the first, in pipelined mode all of them.
 * ``bare_rtt_p50_us`` is taken right before each row, with the same payload sizes, by two processes of their own.
 * Idle CPU is that of the whole process with a live connection and its heartbeats, over several seconds.
 """
@@ -89,13 +90,11 @@ class Bench:
         message_bytes, reply_bytes = payload_bytes(case)
         bare = self.bare.round_trips_s(self.effort.bare_round_trips, message_bytes, reply_bytes)
         chunks = self.effort.null_chunks if engine == "null" else self.effort.host_chunks
-        alone = cast(
-            "list[float]", self.decode.ask("engine_alone", case, self.session, self.source, max(2, chunks // 2))
-        )
-        self._chunk(case, mode)  # warm
-        runs = [self._chunk(case, mode) for _ in range(chunks)]
+        alone = cast("list[float]", self.decode.ask("engine_alone", case, self.session, self.source, chunks))
+        self._chunk(case, -1, mode)  # warm
+        runs = [self._chunk(case, turn, mode) for turn in range(chunks)]
         times = [run for run, _ in runs]
-        if engine != "null" and (wrong := self.decode.ask("wrong_blocks", case)):
+        if engine != "null" and (wrong := self.decode.ask("wrong_blocks", case, chunks - 1)):
             raise RuntimeError(f"case {case.name}: {wrong} blocks do not hold what Prefill published")
         acks = sorted(ack for run in times for ack in run.acks)
         layers = sum(run.cpu_layers for run in times)
@@ -115,10 +114,10 @@ class Bench:
             bare_rtt_p50_us=_us(statistics.median(bare)),
         )
 
-    def _chunk(self, case: Case, mode: str) -> tuple[ChunkTimes, dict[str, float]]:
+    def _chunk(self, case: Case, turn: int, mode: str) -> tuple[ChunkTimes, dict[str, float]]:
         tokens = [secrets.token_bytes(16) for _ in range(case.requests)]
-        self.decode.ask("add", case, tokens)
-        times = cast(ChunkTimes, self.prefill.ask("chunk", case, mode, self.target, tokens))
+        self.decode.ask("add", case, turn, tokens)
+        times = cast(ChunkTimes, self.prefill.ask("chunk", case, turn, mode, self.target, tokens))
         return times, cast("dict[str, float]", self.decode.ask("finish", case.requests))
 
     def idle_percent(self) -> dict[str, float]:
@@ -164,7 +163,8 @@ def measure(effort: Effort, engines: Sequence[str], cases: Sequence[Case]) -> di
 def _progress(row: Row) -> None:
     print(
         f"{row.case} {row.engine:4} {row.mode:9} ack p50 {row.ack_p50_us:8.0f} us = "
-        f"{row.ack_p50_us / row.bare_rtt_p50_us:5.2f} x bare {row.bare_rtt_p50_us:4.0f} us, p99 {row.ack_p99_us:8.0f} us; "
+        f"{row.ack_p50_us / row.bare_rtt_p50_us:5.2f} x bare {row.bare_rtt_p50_us:4.0f} us, "
+        f"p99 {row.ack_p99_us:8.0f} us; "
         f"chunk {row.chunk_p50_ms:8.2f} ms, engine alone {row.engine_alone_chunk_p50_ms:8.2f} ms; "
         f"CPU a layer: P {row.p_cpu_us_per_layer:4.0f} us, D {row.d_cpu_us_per_layer:4.0f} us; "
         f"{row.bytes_per_s / 1e9:.2f} GB/s",

@@ -29,11 +29,16 @@ class Case:
     blocks: int
     contiguous: bool
 
-    def request_blocks(self, seed: int) -> list[BlockIds]:
-        """Block ids of every request (int64[blocks] each), disjoint; ``seed`` tells the two sides apart."""
+    def request_blocks(self, seed: int, turn: int) -> list[BlockIds]:
+        """Block ids of every request (int64[blocks] each), disjoint; ``seed`` tells the two sides apart.
+
+        Every ``turn`` has other blocks, so that no turn finds its bytes in a processor cache.
+        """
         ids = np.arange(NUM_BLOCKS, dtype=np.int64)
-        if not self.contiguous:
-            ids = np.random.default_rng(seed).permutation(ids)
+        if self.contiguous:
+            ids = np.roll(ids, -turn * self.requests * self.blocks % NUM_BLOCKS)
+        else:
+            ids = np.random.default_rng((seed, turn + 1)).permutation(ids)
         return [ids[index * self.blocks : (index + 1) * self.blocks] for index in range(self.requests)]
 
 

@@ -46,12 +46,12 @@ class DecodeProcess:
         """Where the puller listens."""
         return self._puller.port
 
-    def add(self, case: Case, tokens: list[bytes]) -> None:
+    def add(self, case: Case, turn: int, tokens: list[bytes]) -> None:
         """Destinations of one chunk."""
         self._puller.add(
             [
                 ChildSpec(token, f"request-{token.hex()}", f"cmpl-request-{index}", ids, 0, ids, 0)
-                for index, (ids, token) in enumerate(zip(case.request_blocks(DECODE_SEED), tokens, strict=True))
+                for index, (ids, token) in enumerate(zip(case.request_blocks(DECODE_SEED, turn), tokens, strict=True))
             ]
         )
 
@@ -68,9 +68,9 @@ class DecodeProcess:
                 raise RuntimeError(f"{left} of {count} children were not reported within {FINISH_TIMEOUT_S:g} s")
         return self._stats.take()
 
-    def wrong_blocks(self, case: Case) -> int:
-        """Blocks that do not hold Prefill's bytes; wipes the stamps for the next check."""
-        source, local = case.request_blocks(PREFILL_SEED), case.request_blocks(DECODE_SEED)
+    def wrong_blocks(self, case: Case, turn: int) -> int:
+        """Blocks that do not hold Prefill's bytes after this turn; wipes the stamps for the next check."""
+        source, local = case.request_blocks(PREFILL_SEED, turn), case.request_blocks(DECODE_SEED, turn)
         wrong = self._memory.unstamped(source, local)
         for buffers in self._memory.buffers:
             for buffer in buffers:
@@ -79,15 +79,15 @@ class DecodeProcess:
 
     def engine_alone(self, case: Case, session: str, source: CacheLayout, chunks: int) -> list[float]:
         """Seconds that the engine itself takes for all layers of the chunk, on the descriptors the puller uses."""
-        runs = coalesce(
-            np.concatenate(case.request_blocks(PREFILL_SEED)), np.concatenate(case.request_blocks(DECODE_SEED))
-        )
-        plan = ChunkPlan(runs, runs)
-        layers = [
-            plan.descriptors(theirs, ours) for theirs, ours in zip(source.layers, self._layout.layers, strict=True)
-        ]
         self._engine.open_session(session)
-        return [self._read_all(session, layers) for _ in range(chunks)]
+        times = []
+        for turn in range(chunks):
+            theirs, ours = case.request_blocks(PREFILL_SEED, turn), case.request_blocks(DECODE_SEED, turn)
+            runs = coalesce(np.concatenate(theirs), np.concatenate(ours))
+            plan = ChunkPlan(runs, runs)
+            pairs = zip(source.layers, self._layout.layers, strict=True)
+            times.append(self._read_all(session, [plan.descriptors(*pair) for pair in pairs]))
+        return times
 
     def _read_all(self, session: str, layers: list[Descriptors]) -> float:
         read = self._engine.batch_transfer_sync_read

@@ -47,9 +47,9 @@ class ChunkTimes:
     cpu_layers: int
 
 
-def make_chunk(case: Case, target: Target, tokens: list[bytes]) -> EndpointChunk:
+def make_chunk(case: Case, turn: int, target: Target, tokens: list[bytes]) -> EndpointChunk:
     """The chunk of one case, as Prefill's connector builds it once for all layers."""
-    blocks = case.request_blocks(PREFILL_SEED)
+    blocks = case.request_blocks(PREFILL_SEED, turn)
     requests = [
         ReadRequest(f"cmpl-request-{index}", ids, ids, 0, 0, token)
         for index, (ids, token) in enumerate(zip(blocks, tokens, strict=True))
@@ -70,10 +70,24 @@ def make_chunk(case: Case, target: Target, tokens: list[bytes]) -> EndpointChunk
 def payload_bytes(case: Case) -> tuple[int, int]:
     """(ready message, acknowledgement) sizes of a middle layer."""
     target = Target(1, secrets.randbits(63), 0)
-    chunk = make_chunk(case, target, [secrets.token_bytes(16) for _ in range(case.requests)])
+    chunk = make_chunk(case, 0, target, [secrets.token_bytes(16) for _ in range(case.requests)])
     name = f"model.layers.{LAYERS // 2}.self_attn.attn"
     ready = encode_ready(LAYERS // 2, name, chunk.requests_raw, (), 0, 1, (target.generation, 1000, ()))
     return len(ready), len(encode_read_done(LAYERS // 2, 1000))
+
+
+class AckClock(TransferStats):
+    """The publisher's counters, which also note when it has handled an acknowledgement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def add(self, **amounts: float) -> None:
+        """See the base class."""
+        if "acks" in amounts:
+            self.times.append(time.perf_counter())
+        super().add(**amounts)
 
 
 class PrefillProcess:
@@ -83,6 +97,7 @@ class PrefillProcess:
         self.generation = secrets.randbits(63)
         self._pid = pid
         self._failures: list[Refusal] = []
+        self._acks = AckClock()
         layout = memory.layout()
         self.engine = create_engine(backend)
         self.engine.initialize(EngineRole.PREFILL)
@@ -98,50 +113,51 @@ class PrefillProcess:
                 PeerInfo(WIRE_VERSION, self.generation, b"", 1, 0),
             ),
             PublisherOptions(),
-            TransferStats(),
+            self._acks,
             self._failures.extend,
         )
         self._publisher.start()
 
-    def run_chunk(self, case: Case, mode: str, target: Target, tokens: list[bytes]) -> ChunkTimes:
+    def run_chunk(self, case: Case, turn: int, mode: str, target: Target, tokens: list[bytes]) -> ChunkTimes:
         """Publish all layers of one chunk and wait for every acknowledgement."""
-        chunk = make_chunk(case, target, tokens)
+        chunk = make_chunk(case, turn, target, tokens)
+        self._acks.times.clear()
         times = self._serial(chunk, target) if mode == SERIAL else self._pipelined(chunk, target)
-        if self._failures:
-            raise RuntimeError(f"Decode refused: {self._failures[0].reason}")
+        if self._failures or len(self._acks.times) != LAYERS:
+            raise RuntimeError(f"Decode refused: {self._failures[:1]}; {len(self._acks.times)} layers acknowledged")
         return times
 
     def _serial(self, chunk: EndpointChunk, target: Target) -> ChunkTimes:
         publish, wait = self._publisher.publish, self._publisher.wait_writable
-        acks = []
+        begins = []
         p_cpu = d_cpu = 0.0
         start = time.perf_counter()
         for layer in range(LAYERS):
-            begin = time.perf_counter()
+            begins.append(time.perf_counter())
             publish(layer, (chunk,), last_layer=layer == LAYERS - 1)
             wait(self._slots[layer], ALL_BLOCKS)
-            acks.append(time.perf_counter() - begin)
             if layer == 0:
                 p_cpu, d_cpu = process_cpu_s(self._pid), process_cpu_s(target.pid)
         end = time.perf_counter()
         p_cpu, d_cpu = process_cpu_s(self._pid) - p_cpu, process_cpu_s(target.pid) - d_cpu
-        return ChunkTimes(acks[1:], end - start, p_cpu, d_cpu, LAYERS - 1)
+        return ChunkTimes(self._ack_times(begins), end - start, p_cpu, d_cpu, LAYERS - 1)
 
     def _pipelined(self, chunk: EndpointChunk, target: Target) -> ChunkTimes:
         publish, wait = self._publisher.publish, self._publisher.wait_writable
         p_cpu, d_cpu = process_cpu_s(self._pid), process_cpu_s(target.pid)
-        begins, acks = [], []
+        begins = []
         for layer in range(LAYERS):
             begins.append(time.perf_counter())
             publish(layer, (chunk,), last_layer=layer == LAYERS - 1)
-        for layer in range(LAYERS):
-            wait(self._slots[layer], ALL_BLOCKS)
-            acks.append(time.perf_counter())
-        end = acks[-1]
+        wait(None, ALL_BLOCKS)
+        end = time.perf_counter()
         p_cpu, d_cpu = process_cpu_s(self._pid) - p_cpu, process_cpu_s(target.pid) - d_cpu
         # The first layer cannot be told apart in the CPU clocks here, so it counts.
-        times = [ack - begin for ack, begin in zip(acks, begins, strict=True)]
-        return ChunkTimes(times[1:], end - begins[0], p_cpu, d_cpu, LAYERS)
+        return ChunkTimes(self._ack_times(begins), end - begins[0], p_cpu, d_cpu, LAYERS)
+
+    def _ack_times(self, begins: list[float]) -> list[float]:
+        """Acknowledgement times of all layers but the first; one connection acknowledges in order."""
+        return [end - begin for begin, end in zip(begins, self._acks.times, strict=True)][1:]
 
     def close(self) -> None:
         """Stop the publisher and the engine."""
