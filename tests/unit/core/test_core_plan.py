@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rd2h.layout import LayerLayout, TensorLayout
-from rd2h.plan import EMPTY_RUNS, ChunkPlan, Descriptors, Runs, coalesce
+from rd2h.plan import EMPTY_RUNS, ChunkPlan, Descriptors, LayerPair, Runs, coalesce
 
 Pairs = list[tuple[int, int]]
 """(source block, local block) in order."""
@@ -135,6 +135,21 @@ def test_the_layers_of_a_chunk_share_the_work() -> None:
     assert all(descriptors.lengths is found[0].lengths for descriptors in found)
     dense = LayerLayout("dense", (TensorLayout(0, 64),))
     assert plan.descriptors(dense, dense).nbytes == 3 * 64
+
+
+def test_a_prepared_layer_serves_every_chunk() -> None:
+    """What a connection keeps of a layer carries nothing over from one chunk to the next."""
+    source = LayerLayout("l", (TensorLayout(2**63, 64), TensorLayout(2**40, 8)), TensorLayout(2**41, 16))
+    local = LayerLayout("l", (TensorLayout(0, 64), TensorLayout(2**20, 8)), TensorLayout(2**21, 16))
+    pair = LayerPair.of(source, local)
+    for main, indexer in (([(1, 2)], []), ([], [(3, 4), (4, 5)]), ([(1, 2), (5, 3)], [(9, 9)])):
+        prepared = ChunkPlan(runs_of(main), runs_of(indexer)).of_pair(pair)
+        direct = ChunkPlan(runs_of(main), runs_of(indexer)).descriptors(source, local)
+        for left, right in zip(prepared[:3], direct[:3], strict=True):
+            assert left.tolist() == right.tolist()
+        assert split_into_blocks(prepared, local, [len(main), len(main), 1 if indexer else 0]) == obvious(
+            [main, main, indexer], source, local
+        )
 
 
 def test_same_sizes_in_other_roles_are_not_confused() -> None:
