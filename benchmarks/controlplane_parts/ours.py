@@ -1,0 +1,93 @@
+"""Our meta service: a waiter and an advertiser, each with the production client and its one batched stream.
+
+One cycle is the life of a rendezvous: await, advertise, the waiter is notified, Decode withdraws the child as done, the
+waiter learns that it is over. Latency runs from the call that advertises to the moment the waiter's iterator yields
+the child; the rate counts whole cycles. Decode's side hands adverts over without waiting for an answer, as the
+connector does.
+"""
+
+import asyncio
+import secrets
+import time
+from multiprocessing.connection import Connection
+
+from rd2h_client import MetaClient, MetaError
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Operation, WithdrawRequest
+from rd2h_meta.config import MetaConfig
+from rd2h_meta.server import MetaServer
+
+from benchmarks.controlplane_parts.payload import CHILD
+from benchmarks.controlplane_parts.samples import Samples
+
+LIFE_S = 60.0
+
+
+def serve(pipe: Connection) -> None:
+    """Run the production service until the pipe says None."""
+    asyncio.run(_serve(pipe))
+
+
+async def _serve(pipe: Connection) -> None:
+    server = MetaServer(MetaConfig(listen="127.0.0.1:0", grace_s=1.0))
+    await server.start()
+    pipe.send(server.address)
+    await asyncio.to_thread(pipe.recv)
+    await server.drain()
+
+
+def measure(address: str, concurrency: int, duration_s: float) -> Samples:
+    """Run cycles for `duration_s`, `concurrency` at a time."""
+    return asyncio.run(_measure(address, concurrency, duration_s))
+
+
+async def _measure(address: str, concurrency: int, duration_s: float) -> Samples:
+    async with MetaClient(address) as waiter, MetaClient(address) as advertiser:
+        await _run(waiter, advertiser, concurrency, duration_s / 5)  # warm connections and caches
+        return await _run(waiter, advertiser, concurrency, duration_s)
+
+
+async def _run(waiter: MetaClient, advertiser: MetaClient, concurrency: int, duration_s: float) -> Samples:
+    samples = Samples()
+    begin_s = time.perf_counter()
+    until_s = begin_s + duration_s
+
+    async def worker() -> None:
+        while time.perf_counter() < until_s:
+            rendezvous_id = secrets.token_hex(16)
+            events = waiter.await_children(rendezvous_id, 1, LIFE_S)
+            advertised_s = time.perf_counter()
+            _advertise(advertiser, rendezvous_id)
+            first = await anext(events)
+            samples.latencies_s.append(time.perf_counter() - advertised_s)
+            if not first.HasField("advertised"):
+                raise RuntimeError(f"expected the child first, got {first}")
+            _withdraw(advertiser, rendezvous_id)
+            async for event in events:
+                last = event
+            if last.closed.outcome != OUTCOME_DONE:
+                raise RuntimeError(f"expected the rendezvous to end done, got {last}")
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    async with asyncio.timeout(LIFE_S):
+        while len(advertiser.exchange.pending):
+            await asyncio.sleep(0.001)
+    samples.elapsed_s = time.perf_counter() - begin_s
+    return samples
+
+
+def _advertise(client: MetaClient, rendezvous_id: str) -> None:
+    now_s = time.monotonic()
+    client.exchange.advertise(rendezvous_id, CHILD, now_s, now_s + LIFE_S, now_s + LIFE_S, _must_succeed)
+    client.kick()
+
+
+def _withdraw(client: MetaClient, rendezvous_id: str) -> None:
+    now_s = time.monotonic()
+    request = WithdrawRequest(rendezvous_id=rendezvous_id, request_id=CHILD.request_id, outcome=OUTCOME_DONE)
+    client.exchange.end(Operation(withdraw=request), now_s, now_s + LIFE_S, _must_succeed)
+    client.kick()
+
+
+def _must_succeed(error: MetaError | None) -> None:
+    if error is not None:
+        raise error
