@@ -1,11 +1,12 @@
 """Prefill's worker half: turns a step's publications into per-endpoint chunks and drives the publisher by layer."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rd2h.errors import RequestError, TopologyError
+from rd2h.errors import TopologyError
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Slot
 from rd2h.layout import CacheLayout
 from rd2h.params import RemoteDecode
@@ -18,6 +19,8 @@ from rd2h.topology import TpMapping, rank_port
 from rd2h.wire import ReadRequest, Refusal, encode_read_requests
 
 RecordEvent = Callable[[], Callable[[], None] | None]
+MAX_REMEMBERED_CHILDREN = 65536
+"""Children whose failure can still be named; the one that was published longest ago is forgotten first."""
 
 
 class PrefillWorker:
@@ -39,7 +42,7 @@ class PrefillWorker:
         self.buffers_are_shared = len({slot for layer in slots for slot in layer}) < sum(len(layer) for layer in slots)
         self._chunks: list[EndpointChunk] = []
         self._published: set[int] = set()
-        self._children: dict[bytes, RemoteDecode] = {}
+        self._children: OrderedDict[bytes, RemoteDecode] = OrderedDict()
         self._failed_lock = threading.Lock()
         self._failed: list[ChildFailure] = []
 
@@ -47,6 +50,11 @@ class PrefillWorker:
     def alive(self) -> bool:
         """Whether the publisher's thread runs."""
         return self._publisher.alive
+
+    @property
+    def remembered_children(self) -> int:
+        """Children whose failure can still be named."""
+        return len(self._children)
 
     def before_writes(self, step: PrefillStep) -> None:
         """Wait until no Decode may still read what this step overwrites. Comes before anything else of the step."""
@@ -57,23 +65,26 @@ class PrefillWorker:
         self._published.clear()
         for failure in step.failures:
             self._send_failure(failure)
-        by_endpoint: dict[EndpointKey, list[Publication]] = {}
+        by_endpoint: dict[tuple[EndpointKey, TpMapping], list[Publication]] = {}
         for publication in step.publications:
             child = publication.child
             if child.token is not None and self._publisher.stopped(child.token) is not None:
                 continue
             try:
-                by_endpoint.setdefault(self._key(child), []).append(publication)
+                mapping = TpMapping.of(self._tp_size, child.tp_size)
+                by_endpoint.setdefault((self._key(child, mapping), mapping), []).append(publication)
             except TopologyError as error:
                 self.on_failure([Refusal(child.token or b"", str(error))], child)
-        self._chunks = [self._chunk(key, publications) for key, publications in by_endpoint.items()]
+        self._chunks = [self._chunk(*peer, publications) for peer, publications in by_endpoint.items()]
 
     def layer_written(self, layer_name: str) -> None:
-        """A layer's KV is in the cache: close its gates and publish it. Once per layer and step."""
+        """A layer's KV is in the cache: close its gates and publish it. Once per layer and step.
+
+        Runtimes also call this for an indexer, or without a name; ``end`` notices a layer that is never announced.
+        """
         index = self._index_of.get(layer_name)
-        if index is None:
-            raise RequestError(f"{layer_name!r} was never registered")
-        self._publish(index)
+        if index is not None:
+            self._publish(index)
 
     def end(self) -> None:
         """The forward is over, or was broken off: layers that no hook announced may hold anything, so they are not
@@ -88,8 +99,9 @@ class PrefillWorker:
         self._chunks = []
 
     def wait_layer(self, layer_idx: int) -> None:
-        """Wait for every reader of a layer's physical buffers, whichever blocks they read."""
-        self._publisher.wait_writable(self._slots[layer_idx], ALL_BLOCKS)
+        """Wait for all readers of a layer's physical buffers, whichever blocks they read; of all layers for no such one."""
+        slots = self._slots[layer_idx] if 0 <= layer_idx < len(self._slots) else None
+        self._publisher.wait_writable(slots, ALL_BLOCKS)
 
     def before_layer(self, layer_name: str) -> None:
         """Runs before a layer writes, where vLLM's hook allows it: needed only where layers share buffers."""
@@ -121,17 +133,19 @@ class PrefillWorker:
             children = [child_id for chunk in self._chunks for child_id in chunk.child_ids]
             self._timeline.event("ready_sent", layer=index, requests=children)
 
-    def _key(self, child: RemoteDecode) -> EndpointKey:
-        d_rank = TpMapping.of(self._tp_size, child.tp_size).decode_rank(self._tp_rank)
-        return EndpointKey(child.host, rank_port(child.base_port, d_rank), child.generation)
+    def _key(self, child: RemoteDecode, mapping: TpMapping) -> EndpointKey:
+        port = rank_port(child.base_port, mapping.decode_rank(self._tp_rank))
+        return EndpointKey(child.host, port, child.generation)
 
-    def _chunk(self, key: EndpointKey, publications: Sequence[Publication]) -> EndpointChunk:
-        mapping = TpMapping.of(self._tp_size, publications[0].child.tp_size)
+    def _chunk(self, key: EndpointKey, mapping: TpMapping, publications: Sequence[Publication]) -> EndpointChunk:
         legacy = key.generation is None
         with self._failed_lock:
             for publication in publications:
                 if publication.child.token is not None:
                     self._children[publication.child.token] = publication.child
+                    self._children.move_to_end(publication.child.token)
+            while len(self._children) > MAX_REMEMBERED_CHILDREN:
+                self._children.popitem(last=False)
         requests = [
             ReadRequest(
                 publication.external_id if legacy else publication.child.request_id,
@@ -164,7 +178,7 @@ class PrefillWorker:
         if child.token is None:
             return
         try:
-            key = self._key(child)
+            key = self._key(child, TpMapping.of(self._tp_size, child.tp_size))
         except TopologyError:
             return  # such a child was never connected to; the meta service carries the reason
         self._publisher.fail_children(key, [Refusal(child.token, failure.reason)])
