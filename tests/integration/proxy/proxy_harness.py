@@ -98,7 +98,7 @@ def meta_address(process: Process) -> str:
 
 async def start_standin(role: str, meta: str, port: int = 0, **script: Any) -> tuple[Process, str]:
     """A stand-in engine as a process, and its address."""
-    program = str(Path(__file__).with_name("proxy_standins.py"))
+    program = str(Path(__file__).with_name("proxy_standin_process.py"))
     process = await Process.start(
         *(sys.executable, program, role, "--meta", meta, "--port", str(port), "--script", json.dumps(script)),
         marker="ready ",

@@ -2,21 +2,16 @@
 
 The data path is one HTTP call: Prefill posts every child's token and prompt to Decode, which checks both. So a child
 that Prefill was never told of, or a prompt under a wrong index, shows up as a failure here too.
-
-Run as a program (`python proxy_standins.py decode|prefill ...`) each is a process that can be killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
 import secrets
-import signal
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -437,38 +432,3 @@ class DecodeStandIn(StandIn):
             for i, text in enumerate(texts)
         ]
         return web.json_response({"id": base, "choices": choices})
-
-
-async def _program(args: argparse.Namespace) -> None:
-    script = Script(**json.loads(args.script))
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    if args.role == "prefill":
-        prefill = PrefillStandIn(script=script, keep_bodies=False, port=args.port)
-        await prefill.start()
-        print(f"ready {prefill.port}", flush=True)
-        await stop.wait()
-        await prefill.stop()
-        return
-    async with MetaClient(args.meta) as meta:
-        engine_id = args.engine_id or f"decode-{uuid.uuid4().hex[:6]}"
-        decode = DecodeStandIn(script=script, meta=meta, engine_id=engine_id, keep_bodies=False, port=args.port)
-        await decode.start()
-        print(f"ready {decode.port}", flush=True)
-        await stop.wait()
-        await decode.stop()
-
-
-def main(run: Callable[[Any], None] = asyncio.run) -> None:
-    """Starts one stand-in as a process."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=("prefill", "decode"))
-    parser.add_argument("--meta", default="")
-    parser.add_argument("--engine-id", default="")
-    parser.add_argument("--script", default="{}")
-    parser.add_argument("--port", type=int, default=0)
-    run(_program(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()
