@@ -311,13 +311,14 @@ class MetaClient:
 
     async def _unary(self, method: Any, request: Any, wait_s: float | None = None, wait_for_ready: bool = True) -> Any:
         self._running_stream()
-        deadline_s = time.monotonic() + (wait_s or self.options.deadline_s)
+        wait_s = wait_s or self.options.deadline_s
+        deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
             try:
                 return await method(request, timeout=left_s, metadata=self._metadata, wait_for_ready=wait_for_ready)
             except grpc.aio.AioRpcError as error:
-                refusal = from_rpc_error(error)
+                refusal = from_rpc_error(error, wait_s)
                 delay_s = retry_delay_s(refusal, deadline_s - time.monotonic())
                 if delay_s is None:
                     raise refusal from error

@@ -80,10 +80,12 @@ def make_error(
     return MetaRefusedError(status, message, retry_after_s)
 
 
-def from_rpc_error(error: grpc.RpcError) -> MetaError:
-    """Return the exception for a failed call."""
+def from_rpc_error(error: grpc.RpcError, waited_s: float | None = None) -> MetaError:
+    """Return the exception for a failed call; `waited_s` is the time limit that it had, if any."""
     code = error.code() if isinstance(error, grpc.Call) or hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = error.details() if hasattr(error, "details") else str(error)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and waited_s is not None:
+        details = f"no answer within {waited_s:g} s"
     pairs: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     trailing = dict(pairs or ())
     delay_ms, outcome = trailing.get("retry-after-ms"), trailing.get("rendezvous-outcome")

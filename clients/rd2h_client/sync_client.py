@@ -129,7 +129,7 @@ class SyncMetaClient:
             try:
                 return method(request, timeout=left_s, metadata=self._metadata, wait_for_ready=True)
             except grpc.RpcError as error:
-                refusal = from_rpc_error(error)
+                refusal = from_rpc_error(error, self._options.deadline_s)
                 delay_s = retry_delay_s(refusal, deadline_s - time.monotonic())
                 if delay_s is None:
                     raise refusal from error
