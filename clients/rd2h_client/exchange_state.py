@@ -110,7 +110,9 @@ class ExchangeState:
         advert = _OpenAdvert(request, expires_s)
 
         def advertised(error: MetaError | None) -> None:
-            if error is not None and self._adverts.get(key) is advert:
+            if self._adverts.get(key) is not advert:
+                error = None  # withdrawn meanwhile: how the advert fared no longer matters
+            elif error is not None:
                 del self._adverts[key]
             done(error)
 
@@ -141,11 +143,7 @@ class ExchangeState:
     def end(self, operation: Operation, now_s: float, deadline_s: float, done: Done) -> None:
         """Send a cancel, withdraw or report_failure. A withdrawn advert is no longer kept up."""
         if operation.WhichOneof("op") == "withdraw":
-            advert = self._adverts.pop((operation.withdraw.rendezvous_id, operation.withdraw.request_id), None)
-            if advert is not None:
-                # Not yet answered: sent again after the withdrawal, it would be refused as ended.
-                self.pending.drop(advert.op_id)
-
+            self._adverts.pop((operation.withdraw.rendezvous_id, operation.withdraw.request_id), None)
         self._send_end(operation, now_s, deadline_s, done)
 
     def take_batch(self) -> ExchangeRequest | None:

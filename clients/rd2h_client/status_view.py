@@ -93,22 +93,7 @@ def _engine(engine: er.Engine, lease: er.Lease) -> dict[str, object]:
 def _engine_table(listed: er.ListEnginesResponse) -> list[str]:
     if not listed.engines:
         return ["no engines"]
-    header = (
-        "ENGINE",
-        "ROLE",
-        "STATE",
-        "HEALTH",
-        "DATA PATH",
-        "TP",
-        "DP",
-        "RUN",
-        "WAIT",
-        "PULL",
-        "KV FREE",
-        "LEASE",
-        "AGE",
-    )
-    rows = [header]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for engine, lease in zip(listed.engines, listed.leases, strict=False):
         load = engine.load
         requests = (load.running_requests, load.waiting_requests, load.pulling_requests)
@@ -123,10 +108,7 @@ def _engine_table(listed: er.ListEnginesResponse) -> list[str]:
                 address if engine.base_port else "-",
                 str(engine.tp_size),
                 f"{engine.dp_rank}/{engine.dp_size}",
-                *(
-                    str(n) if known else "-"
-                    for n in (load.running_requests, load.waiting_requests, load.pulling_requests)
-                ),
+                *(str(count) if engine.HasField("load") else "-" for count in requests),
                 free,
                 f"{lease.remaining_ms / 1000:.1f}/{lease.ttl_ms / 1000:.0f} s",
                 _duration(lease.age_ms),
