@@ -219,7 +219,7 @@ def _progress(row: Row) -> None:
         f"locality {row.locality:4.0%}, hits {row.hit_rate:6.1%}, {row.misses_per_layer:6d} misses a layer: plan "
         f"{row.plan_ms:7.3f} ms = {row.plan_over_gather:5.2f} x gather {row.gather_ms:7.3f} ms (all selected "
         f"{row.gather_selected_ms:7.3f} ms, own copy {row.copy_ms:7.3f} ms); NumPy {row.plan_numpy_ms:7.3f} ms, dict "
-        f"{row.plan_dict_ms:7.3f} ms; a step: plan {row.plan_ms_per_step:.1f} ms, gather {row.gather_ms_per_step:.1f} ms",
+        f"{row.plan_dict_ms:7.3f} ms; step: plan {row.plan_ms_per_step:.1f} ms, gather {row.gather_ms_per_step:.1f} ms",
         file=sys.stderr,
         flush=True,
     )

@@ -86,3 +86,14 @@ def check_hot(manager, name, chosen, slots, stored):
             place = int(chosen.tables[row, token // BLOCK]) * BLOCK + token % BLOCK
             assert torch.equal(hot_k[row, slot], stored[name][0][place]), (name, row, token)
             assert torch.equal(hot_v[row, slot], stored[name][1][place]), (name, row, token)
+
+
+class SharedPool:
+    """Gives every rank of one process the same memory; the first to close it gives it back."""
+
+    def __init__(self, num_bytes=32 << 20):
+        self.pool = HostPoolAllocator().allocate(num_bytes)
+
+    def allocate(self, num_bytes):
+        assert num_bytes <= self.pool.num_bytes
+        return self.pool

@@ -12,6 +12,7 @@ from offload_builders import (
     ROPE,
     ROWS,
     TOPK,
+    SharedPool,
     check_hot,
     fill,
     make,
@@ -305,12 +306,10 @@ def test_layers_of_different_widths():
 
 
 def test_other_ranks_write_nothing_and_wait_before_they_read():
-    events = []
-    lines = []
-    owner = make(tp_size=2, allocator=HostPoolAllocator(0, 2, lambda value: lines.append(value) or value))
+    events, shared = [], SharedPool()
+    owner = make(tp_size=2, allocator=shared)
     stored = fill(owner)
-    # The second rank of the same process: map the pool elsewhere, as a process of its own would map it in its place.
-    other = make(tp_rank=1, tp_size=2, allocator=_SameMemory(owner), barrier=lambda: events.append("barrier"))
+    other = make(tp_rank=1, tp_size=2, allocator=shared, barrier=lambda: events.append("barrier"))
     assert (other.k_caches_cpu, other.v_caches_cpu) == ([], [])
     assert other.gvas_k_bases == owner.gvas_k_bases
     assert other.gvas_v_bases == owner.gvas_v_bases
@@ -324,21 +323,3 @@ def test_other_ranks_write_nothing_and_wait_before_they_read():
     assert events == ["barrier", "barrier"]
     other.close()
     owner.close()
-
-
-class _SameMemory:
-    def __init__(self, owner):
-        self.pool = owner._pool
-
-    def allocate(self, num_bytes):
-        pool = self.pool
-
-        class Shared:
-            base, array = pool.base, pool.array
-            touched_bytes = pool.touched_bytes
-
-            def close(self):
-                pass
-
-        Shared.num_bytes = num_bytes
-        return Shared()
