@@ -29,6 +29,7 @@ from rd2h.wire import (
     decode_from_prefill,
     decode_read_requests,
     encode_read_requests,
+    split_ready,
 )
 
 TOKEN = bytes(16)
@@ -168,6 +169,33 @@ def test_wrong_type_at_every_position_of_a_ready_message(position: int) -> None:
             assert outcome == "refused", value
             refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [
+        (0, b"read_ready_batcH"),
+        (1, -1),
+        (1, 1 << 31),
+        (2, "x" * 1025),
+        (5, -1),
+        (5, 1),
+        (5, 2),
+        (6, 0),
+        (6, 1 << 31),
+        (7, -1),
+        (8, -1),
+        (9, [TOKEN]),
+    ],
+)
+def test_out_of_range_in_the_most_usual_message(position: int, value: object) -> None:
+    """The message of a layer that ends nothing is validated by a shorter way; it must be no laxer."""
+    usual = [b"read_ready_batch", 0, "layer", [], [], 0, 1, 5, 6, []]
+    assert feed(decode_from_prefill, msgpack.packb(usual)) == "ReadyHead"
+    frame = msgpack.packb([*usual[:position], value, *usual[position + 1 :]])
+    for known in (b"", b"\x90"):
+        with pytest.raises(WireError):
+            split_ready(frame, known)
 
 
 @pytest.mark.parametrize("flag", [True, False])
