@@ -5,7 +5,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -222,7 +222,8 @@ def test_int8_indexer_with_scale(int8_chain: Chain, start_offload: Any) -> None:
     meta = int8_chain.start_meta()
     single, prefill = int8_chain.start_single("int8-single"), int8_chain.start_prefill(meta, "int8-prefill")
     int8_chain.launcher.wait_engines([single, prefill.process])
-    pair = start_offload(int8_chain, meta, prefill, "int8-offload", 2 * shape.index_topk)
+    # An int8 indexer lets the device index so many blocks that less of it needs a host pool of a GiB.
+    pair = start_offload(int8_chain, meta, prefill, "int8-offload", 2 * shape.index_topk, kv_cache_bytes=24 * MIB)
     try:
         for case in equality_cases(CHUNK_TOKENS):
             before = PromptCounters.read(pair.decode.url)
@@ -235,3 +236,35 @@ def test_int8_indexer_with_scale(int8_chain: Chain, start_offload: Any) -> None:
         pair.stop()
         for process in (prefill.process, single, meta.process):
             process.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("decode_ranks", [1, 2], ids=lambda ranks: f"tp=2 to tp={ranks}")
+def test_tensor_parallel_engines(
+    decode_ranks: int, sparse_chain: Chain, sparse_meta: MetaProcess, sparse_single: ManagedProcess, start_offload: Any
+) -> None:
+    # Four workers that spin between steps share two cores here: patience is not what is tested.
+    patient = replace(sparse_chain, kv_extra={"peer_timeout_s": 60.0})
+    prefill = patient.start_prefill(sparse_meta, f"sparse-prefill-tp2-{decode_ranks}", tp_size=2)
+    patient.launcher.wait_engines([prefill.process])
+    name = f"offload-tp{decode_ranks}"
+    pair = start_offload(
+        patient, sparse_meta, prefill, name, 2 * SHAPE.index_topk, tp_size=decode_ranks, max_num_seqs=8
+    )
+    try:
+        for case in equality_cases(CHUNK_TOKENS):
+            before = PromptCounters.read(pair.decode.url)
+            assert complete(pair.url, case.body()) == complete(sparse_single.url, case.body()), case.name
+            counted = PromptCounters.read(pair.decode.url) - before
+            fresh_blocks = case.prompt_blocks(BLOCK_TOKENS) - counted.cached_tokens // BLOCK_TOKENS
+            # The ranks share main in the pool; each has an indexer of its own.
+            token_bytes = SHAPE.main_bytes_per_token + decode_ranks * SHAPE.indexer_bytes_per_token
+            assert counted.pulled_bytes == fresh_blocks * BLOCK_TOKENS * token_bytes, case.name
+        questions = [body(prompt_of(20 + 67 * i, f"rank guest {i} "), 5 + 11 * i) for i in range(6)]
+        with ThreadPoolExecutor(len(questions)) as pool:
+            got = list(pool.map(lambda question: complete(pair.url, question), questions))
+        assert got == [complete(sparse_single.url, question) for question in questions]
+    finally:
+        pair.stop()
+        prefill.process.stop()
