@@ -116,21 +116,25 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Decode: the rest of the prompt comes asynchronously."""
-        params = request.kv_transfer_params or {}
-        if self._producer or not params.get("do_remote_prefill"):
+        if self._producer or not _asks_for(request, "do_remote_prefill"):
             return 0, False
         remaining = self._decode().half.remaining_tokens(request.num_prompt_tokens, num_computed_tokens)
         return remaining, remaining > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Prefill: note whom the request feeds. Decode: advertise it."""
-        params = request.kv_transfer_params or {}
         if self._producer:
-            if params.get("do_remote_decode"):
-                self._prefill().half.track(request.request_id, params, request.num_prompt_tokens)
-        elif params.get("do_remote_prefill") and num_external_tokens > 0:
+            if _asks_for(request, "do_remote_decode"):
+                self._prefill().half.track(request.request_id, _params(request), request.num_prompt_tokens)
+        elif _asks_for(request, "do_remote_prefill") and num_external_tokens > 0:
+            # Choices of one request may share the object; clearing the flag is for this one only.
+            request.kv_transfer_params = dict(_params(request))
             self._decode().half.allocated(
-                request.request_id, params, blocks.get_block_ids(), request.num_prompt_tokens, num_external_tokens
+                request.request_id,
+                request.kv_transfer_params,
+                blocks.get_block_ids(),
+                request.num_prompt_tokens,
+                num_external_tokens,
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -145,7 +149,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: gates and fences protect what is still being read."""
-        params = request.kv_transfer_params or {}
+        params = _params(request)
         if self._producer:
             self._prefill().half.finished(request.request_id, params)
         else:
@@ -300,3 +304,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._decode_scheduler is None:
             raise StateError("the Decode workers have not registered their KV caches yet")
         return self._decode_scheduler
+
+
+def _params(request: Request) -> dict[str, Any]:
+    """A client's parameters; anything but a map counts as none."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def _asks_for(request: Request, flag: str) -> bool:
+    return _params(request).get(flag) is True

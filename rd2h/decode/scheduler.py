@@ -102,7 +102,7 @@ class DecodeScheduler:
                 entry.state = PullState.ABORTING
                 self._aborts.append(request_id)
                 self._withdraw(entry.advert, "aborted", "aborted by its client")
-        elif params.get("do_remote_prefill"):
+        elif params.get("do_remote_prefill") is True:
             try:
                 advert = self._advert(request_id, params, b"", 0, 0)
             except RequestError:
@@ -129,8 +129,10 @@ class DecodeScheduler:
         if self._control is not None:
             for notice in self._control.drain_notices():
                 entry = self._pulling.get(notice.request_id)
-                if entry is not None and entry.state is PullState.PULLING and entry.advert is not None:
-                    failures.append((entry.advert.token, notice.reason))
+                advert = entry.advert if entry is not None and entry.state is PullState.PULLING else None
+                # A notice for an earlier request of the same id comes from another rendezvous.
+                if advert is not None and advert.rendezvous_id == notice.rendezvous_id:
+                    failures.append((advert.token, notice.reason))
             registered = self._control.registered().prefill_generations
             if registered != self._generations:
                 generations = self._generations = registered

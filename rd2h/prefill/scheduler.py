@@ -90,7 +90,7 @@ class PrefillScheduler:
     def finished(self, request_id: str, params: dict[str, Any]) -> None:
         """vLLM ends a request; children that were not told everything will get no more."""
         entry = self._requests.pop(request_id, None)
-        if entry is None and params.get("do_remote_decode"):
+        if entry is None and params.get("do_remote_decode") is True:
             self._unscheduled(request_id, params)
         elif entry is not None and not entry.final:
             self._fail(entry.rendezvous_id, entry.children, "Prefill ended the request before all KV was computed")

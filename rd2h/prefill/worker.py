@@ -99,7 +99,7 @@ class PrefillWorker:
         self._chunks = []
 
     def wait_layer(self, layer_idx: int) -> None:
-        """Wait for all readers of a layer's physical buffers, whichever blocks they read; of all layers for no such one."""
+        """Wait for all readers of a layer's physical buffers, whichever blocks they read; for all, if no such layer."""
         slots = self._slots[layer_idx] if 0 <= layer_idx < len(self._slots) else None
         self._publisher.wait_writable(slots, ALL_BLOCKS)
 
