@@ -224,7 +224,7 @@ def _split_around(payload: bytes, known_requests: bytes) -> tuple[int, list[Any]
     exactly the remaining ones behind it, then it is the fourth.
     """
     begin = payload.find(known_requests, 0, _MAX_HEAD_BYTES + len(known_requests))
-    count = payload[0] - _FIXARRAY
+    count = payload[0] - _FIXARRAY if payload else 0
     if begin < 0 or not 5 <= count <= 10 or len(payload) - begin - len(known_requests) > _MAX_TAIL_BYTES:
         return None
     try:

@@ -129,6 +129,14 @@ def test_known_read_requests_change_nothing_but_the_speed() -> None:
     assert differs > 300
 
 
+@pytest.mark.parametrize("payload", [b"", b"\x90", b"\x97", READY_TAG, b"\x97" + READY_TAG])
+def test_short_frames(payload: bytes) -> None:
+    for known in (b"", b"\x90"):
+        for decode in (split_ready, decode_from_prefill):
+            with pytest.raises(WireError):
+                decode(payload, known)
+
+
 def test_known_read_requests_elsewhere_in_the_message() -> None:
     """Their bytes may occur in a name, in the done ids or twice; only the fourth position counts."""
     for name, raw, done in (
