@@ -11,6 +11,9 @@ GAUGES = {
     "connections_parked": "Prefill connections whose next message waits for its destination now",
     "reads_in_flight": "engine reads running now",
     "messages_unacknowledged": "ready messages that Decode has not acknowledged yet",
+    "offload_pool_bytes": "size of the host pool that holds main KV of sparse offload",
+    "offload_pool_touched_bytes": "bytes of the host pool that memory has been given for",
+    "offload_hot_bytes": "device bytes of the hot buffers of one worker",
 }
 METRIC_NAMES = {"bytes_read": "rd2h_pulled_bytes"}
 

@@ -118,6 +118,9 @@ class SparseKVOffloadManager:
         self._layers = {
             layer.name: self._make_layer(layer, span) for layer, span in zip(layers, layout.spans, strict=True)
         }
+        self._hot_bytes = sum(
+            memory.num_rows * memory.row_bytes for made in self._layers.values() for memory in made.hot
+        )
         if tp_rank == 0:
             for layer, span in zip(layers, layout.spans, strict=True):
                 self.k_caches_cpu.append(self._pool_tensor(span.k_offset, layer.kv_lora_rank))
@@ -243,21 +246,27 @@ class SparseKVOffloadManager:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and sizes in bytes."""
-        hot_bytes = sum(memory.num_rows * memory.row_bytes for layer in self._layers.values() for memory in layer.hot)
         main_bytes = self.num_blocks * sum(k + v for k, v in self.cpu_block_lens)
         return {
             **self._counters.values(),
             "pool_bytes": self._pool.num_bytes,
-            "pool_touched_bytes": 0 if self._closed else self._pool.touched_bytes(),
-            "hot_bytes": hot_bytes,
-            "device_bytes_saved": main_bytes - hot_bytes,
+            "pool_touched_bytes": self._touched_bytes(),
+            "hot_bytes": self._hot_bytes,
+            "device_bytes_saved": main_bytes - self._hot_bytes,
         }
 
     def take_stats(self) -> Mapping[str, float]:
-        """Counters since the last call, under the names of the connector's statistics."""
+        """Counters since the last call and sizes, under the names of the connector's statistics; empty if idle."""
         now = self._counters.copy()
         gathered, self._taken = now.since(self._taken), now
-        return gathered
+        if not gathered:
+            return {}
+        return {
+            **gathered,
+            "offload_pool_bytes": self._pool.num_bytes,
+            "offload_pool_touched_bytes": self._touched_bytes(),
+            "offload_hot_bytes": self._hot_bytes,
+        }
 
     def close(self) -> None:
         """Give the pool back; the caller has ended whatever writes into it. May be called again."""
@@ -278,6 +287,9 @@ class SparseKVOffloadManager:
         except KeyError:
             state = "the manager is closed" if self._closed else f"offloaded are {self.offload_layer_names[:4]}..."
             raise StateError(f"{name!r} has no offloaded main KV; {state}") from None
+
+    def _touched_bytes(self) -> int:
+        return 0 if self._closed else self._pool.touched_bytes()
 
     def _meet(self) -> None:
         if self.tp_size > 1:

@@ -239,6 +239,9 @@ def test_counters_and_sizes(manager):
     assert 0 < stats["pool_touched_bytes"] <= stats["pool_bytes"]
     taken = manager.take_stats()
     assert taken["offload_misses"] == ROWS * TOPK
+    assert taken["offload_pool_touched_bytes"] == stats["pool_touched_bytes"]
+    assert taken["offload_pool_bytes"] == stats["pool_bytes"]
+    assert taken["offload_hot_bytes"] == stats["hot_bytes"]
     assert manager.take_stats() == {}
     manager.gather(A, *chosen.arguments)
     assert manager.take_stats()["offload_hits"] == ROWS * TOPK
@@ -249,6 +252,15 @@ def test_every_counter_is_a_metric():
     from rd2h.stats import FIELDS
 
     assert {f"offload_{name}" for name in OffloadCounters().values()} <= set(FIELDS)
+
+
+def test_what_is_taken_is_known_to_the_metrics(manager):
+    from rd2h.metrics import GAUGES
+    from rd2h.stats import FIELDS
+
+    fill(manager)
+    manager.gather(A, *selection(np.random.default_rng(0)).arguments)
+    assert set(manager.take_stats()) <= {*FIELDS, *GAUGES}
 
 
 def test_one_manager_a_process():
