@@ -1,4 +1,4 @@
-"""`rd2h meta serve`."""
+"""`rd2h meta serve` and `rd2h meta probe`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({ENVIRONMENT_PREFIX}LISTEN and so on) or from a TOML file; "
         "a flag wins over the environment, the environment over the file.",
     )
+    _add_probe_arguments(commands.add_parser("probe", help="ask for the health of a service or an engine"))
     serve.add_argument("--config", metavar="FILE", help="TOML file with settings (underscores instead of dashes)")
     for field in fields(MetaConfig):
         flag = "--" + field.name.replace("_", "-")
@@ -51,14 +52,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             serve.add_argument(flag, metavar=type(field.default).__name__.upper(), default=None, help=text)
 
 
+def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="host:port, grpc://host:port or grpcs://host:port; best the probe listener")
+    parser.add_argument(
+        "--service",
+        default="",
+        help="whose health: empty for the service itself, 'liveness', or 'rd2h.engine.ENGINE_ID' for an engine",
+    )
+    parser.add_argument("--deadline-s", type=float, default=2.0, help="longest wait for an answer (default: 2)")
+    parser.add_argument("--ca", metavar="FILE", help="PEM file with the authorities of the service's certificate")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
+    # gRPC's own lines on standard error would stand beside ours, which say the same in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if args.meta_command == "probe":
+        from rd2h_meta.probe import run_probe
+
+        return run_probe(args)
+    return _run_serve(args)
+
+
+def _run_serve(args: argparse.Namespace) -> int:
     flags = {field.name: getattr(args, field.name) for field in fields(MetaConfig)}
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         config = load_config(given, os.environ, args.config)
-        # gRPC's own lines on standard error would stand beside ours, which say the same in our words.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         return asyncio.run(_serve(config))
     except ConfigError as error:
         print(f"rd2h meta: {error}", file=sys.stderr)

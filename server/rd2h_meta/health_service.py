@@ -19,6 +19,9 @@ ENGINE_PREFIX = "rd2h.engine."
 SERVICE_NAMES = ("", "rd2h.meta.v1.EngineRegistry", "rd2h.meta.v1.Rendezvous")
 """Names of the service itself."""
 
+LIVENESS = "liveness"
+"""Always serving while the process answers: a service that drains is not ready, but must not be killed for it."""
+
 _STATUS = {
     EngineHealth.SERVING: health_pb2.HealthCheckResponse.SERVING,
     EngineHealth.NOT_SERVING: health_pb2.HealthCheckResponse.NOT_SERVING,
@@ -82,6 +85,8 @@ class HealthService(health_pb2_grpc.HealthServicer):
     def _status_of(self, name: str) -> int:
         if name.startswith(ENGINE_PREFIX):
             return int(_STATUS[self._registry.health_of(name.removeprefix(ENGINE_PREFIX))])
+        if name == LIVENESS:
+            return int(health_pb2.HealthCheckResponse.SERVING)
         if name not in SERVICE_NAMES:
             return int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
         if self._draining.is_set():

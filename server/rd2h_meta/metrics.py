@@ -81,7 +81,9 @@ class MetricsEndpoint:
 
     async def start(self, host: str, port: int) -> str:
         """Bind and serve; return host:port."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
+        # asyncio would serve IPv6 only on "::"; None means every address of both families.
+        bind_to = None if host == "::" else host
+        self._server = await asyncio.start_server(self._serve, bind_to, port, limit=_MAX_REQUEST_BYTES)
         return join_host_port(host, self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
