@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import html.parser
+import json
 import re
+from pathlib import Path
 
 from proxy_harness import Chain, chain, until
+
+DEPLOY = Path(__file__).resolve().parents[3] / "clients" / "deploy"
 
 
 async def metrics_of(c: Chain) -> dict[str, float]:
@@ -87,3 +91,14 @@ async def test_status_page_shows_engines_and_requests(meta: str) -> None:
         assert "<script" not in source
         c.prefill.gate.set()
         assert (await request).status == 200
+
+
+async def test_the_dashboard_shows_exactly_the_metrics_that_exist(meta: str) -> None:
+    async with chain(meta) as c, c.session.get(c.url + "/metrics") as response:
+        known = set(re.findall(r"^# TYPE (\S+)", await response.text(), re.MULTILINE))
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expression in expressions for name in re.findall(r"rd2h_proxy_\w+", expression)}
+    used = {name if name in known else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+    assert used <= known
+    assert known - used == {"rd2h_proxy_background_tasks"}
