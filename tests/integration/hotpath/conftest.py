@@ -1,0 +1,33 @@
+"""Processes for hot-path tests: started once, handed from test to test, replaced when a test has harmed them."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness.worker import Worker
+
+TakeWorker = Callable[[], Worker]
+
+
+@pytest.fixture(scope="session")
+def _spare() -> Iterator[list[Worker]]:
+    spare: list[Worker] = []
+    yield spare
+    for worker in spare:
+        worker.kill()
+
+
+@pytest.fixture
+def take_worker(_spare: list[Worker]) -> Iterator[TakeWorker]:
+    """Each call gives a worker process of its own for this test."""
+    taken: list[Worker] = []
+
+    def take() -> Worker:
+        taken.append(_spare.pop() if _spare else Worker())
+        return taken[-1]
+
+    yield take
+    for worker in taken:
+        if worker.release():
+            _spare.append(worker)
+        else:
+            worker.kill()
