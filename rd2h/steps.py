@@ -49,6 +49,15 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A Decode request that was never advertised, and the main blocks that will not be filled."""
+
+    request_id: str
+    reason: str
+    main_blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
     """One step of a Decode engine."""
 
@@ -57,7 +66,7 @@ class DecodeStep:
     """Request ids to fence."""
     failures: Sequence[tuple[bytes, str]] = ()
     """(token, reason) of children whose Prefill is known to have failed."""
-    refused: Sequence[tuple[str, str]] = ()
-    """(request id, reason) of requests that were never advertised; reported failed at once."""
+    refused: Sequence[Refused] = ()
+    """Reported failed at once."""
     prefill_generations: frozenset[int] | None = None
     """Registered Prefill generations; None when unchanged."""

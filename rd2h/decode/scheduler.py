@@ -13,7 +13,7 @@ from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
 from rd2h.params import external_id, parse_remote_prefill, place_of
 from rd2h.stats import TransferStats
-from rd2h.steps import DecodeStep, Pull
+from rd2h.steps import DecodeStep, Pull, Refused
 from rd2h.timeline import Timeline
 from rd2h.vllm_compat import ScheduledRequest
 
@@ -47,7 +47,7 @@ class DecodeScheduler:
         self._pulling: dict[str, Pulling] = {}
         self._pulls: list[Pull] = []
         self._aborts: list[str] = []
-        self._refused: list[tuple[str, str]] = []
+        self._refused: list[Refused] = []
         self._generations: frozenset[int] = frozenset()
         self._prompts: dict[str, int] = {}
         self.stats = TransferStats()
@@ -71,17 +71,17 @@ class DecodeScheduler:
     ) -> None:
         """vLLM has allocated the destination: remember it, advertise the child, clear ``do_remote_prefill``."""
         params["do_remote_prefill"] = False
+        block_size = self._groups.block_size_tokens
+        start, stop = (prompt_tokens - external_tokens) // block_size, -(-prompt_tokens // block_size)
+        main, indexer = self._groups.ids(block_ids)
         try:
             advert = self._advertise(request_id, params, prompt_tokens, external_tokens)
         except (RequestError, QueueFullError) as error:
             logger.warning("rd2h: request %s is refused: %s", request_id, error)
             self._pulling[request_id] = Pulling(PullState.REFUSED, None)
-            self._refused.append((request_id, str(error)))
+            self._refused.append(Refused(request_id, str(error), list(main[start:stop])))
             return
         self._pulling[request_id] = Pulling(PullState.PULLING, advert)
-        block_size = self._groups.block_size_tokens
-        start, stop = advert.cached_tokens // block_size, -(-prompt_tokens // block_size)
-        main, indexer = self._groups.ids(block_ids)
         self._pulls.append(
             Pull(
                 advert.token,

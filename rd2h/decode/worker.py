@@ -23,7 +23,7 @@ class DecodeWorker:
 
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
-        self._refused: dict[str, str] = {}
+        self._refused: list[str] = []
         self._blocks: dict[str, Sequence[int]] = {}
         self._invalid_blocks: set[int] = set()
         self._ended: list[tuple[str, Sequence[int]]] = []
@@ -57,14 +57,15 @@ class DecodeWorker:
             self._puller.abort(step.aborts)
         for token, reason in step.failures:
             self._puller.fail(token, reason)
-        self._refused.update(step.refused)
+        for refused in step.refused:
+            self._refused.append(refused.request_id)
+            self._blocks[refused.request_id] = refused.main_blocks
 
     def results(self) -> Results:
         """What has ended since the last call."""
         results = Results()
-        for request_id in self._refused:
-            results.received.add(request_id)
-            results.failed.add(request_id)
+        results.received.update(self._refused)
+        results.failed.update(self._refused)
         self._refused.clear()
         for finished in self._puller.take_finished():
             results.received.add(finished.request_id)

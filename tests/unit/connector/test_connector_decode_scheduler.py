@@ -143,7 +143,7 @@ def test_malformed_parameters_fail_that_request_alone(changes: dict[str, Any]) -
     half.allocated(R, given, blocks(1), 16, 16)
     half.allocated("cmpl-x-1-bbbbbbbb", params(), blocks(1), 16, 16)
     step = half.step([])
-    assert [request_id for request_id, _ in step.refused] == [R]
+    assert [(refused.request_id, refused.main_blocks) for refused in step.refused] == [(R, [100])]
     assert [pull.request_id for pull in step.pulls] == ["cmpl-x-1-bbbbbbbb"]
     assert given["do_remote_prefill"] is False
     half.received([R], [R])
@@ -164,13 +164,14 @@ def test_meta_service_of_the_parameters_is_never_looked_at(metaserver: object) -
 def test_no_meta_service_and_a_full_queue_refuse() -> None:
     half = make(None)
     half.allocated(R, params(), blocks(1), 16, 16)
-    assert half.step([]).refused == [(R, "no meta_service is configured on this Decode engine")]
+    (refused,) = half.step([]).refused
+    assert refused.reason == "no meta_service is configured on this Decode engine"
     control = RecordingControl(full=True)
     half = make(control)
     half.allocated(R, params(), blocks(1), 16, 16)
     step = half.step([])
     assert step.pulls == []
-    assert "1024 adverts are open" in step.refused[0][1]
+    assert "1024 adverts are open" in step.refused[0].reason
 
 
 # --- ends ---
@@ -234,7 +235,7 @@ def test_refused_and_aborted_is_reported_once() -> None:
     half.allocated(R, params(), blocks(1), 16, 16)
     half.finished(R, params(do_remote_prefill=False))
     step = half.step([])
-    assert [request_id for request_id, _ in step.refused] == [R]
+    assert [refused.request_id for refused in step.refused] == [R]
     assert step.aborts == []
     half.received([R], [R])
     assert half.pulling == 0
