@@ -142,7 +142,7 @@ def manager(request: pytest.FixtureRequest) -> Iterator[SparseKVOffloadManager]:
 def test_stores_agree_whatever_comes_and_goes(manager: SparseKVOffloadManager, seed: int) -> None:
     engines = TwoEngines(manager, seed)
     prefills, decodes = 0, 0
-    for _ in range(150):
+    for _ in range(300):
         event = engines.random.random()
         index = int(engines.random.integers(len(engines.requests))) if engines.requests else 0
         if len(engines.requests) < 2 or (event < 0.1 and len(engines.requests) < 5):
