@@ -28,7 +28,7 @@ class ConfigError(Rd2hError):
     def bad_value(cls, key: str, value: object, allowed: Iterable[object] | str) -> ConfigError:
         """An error that names the key, the value that came, and what is allowed (values or a phrase: "1..65535")."""
         text = allowed if isinstance(allowed, str) else "one of " + ", ".join(repr(item) for item in allowed)
-        return cls(f"{key}={repr(value):.200} is not allowed; expected {text}", key=key)
+        return cls(f"{key}={value!r:.200} is not allowed; expected {text}", key=key)
 
 
 class TopologyError(ConfigError):

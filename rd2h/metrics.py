@@ -23,7 +23,7 @@ class Rd2hStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start afresh."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Sum over workers and steps; gauges keep the latest value of each aggregation."""

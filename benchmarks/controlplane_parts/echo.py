@@ -40,7 +40,7 @@ def measure(address: str, concurrency: int, duration_s: float) -> Samples:
 
 async def _measure(address: str, concurrency: int, duration_s: float) -> Samples:
     async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_unary(METHOD)
+        call = channel.unary_unary(METHOD, request_serializer=None, response_deserializer=None)
         await _run(call, concurrency, duration_s / 5)
         return await _run(call, concurrency, duration_s)
 
