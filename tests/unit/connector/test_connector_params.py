@@ -1,0 +1,137 @@
+"""``kv_transfer_params`` under arbitrary clients, and the place of a request id."""
+
+from typing import Any
+
+import pytest
+from connector_standins import child_params, dispatch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rd2h.errors import RequestError
+from rd2h.params import (
+    MAX_CHILDREN,
+    RemoteDecodes,
+    external_id,
+    parse_remote_decodes,
+    parse_remote_prefill,
+    place_of,
+)
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.binary(max_size=8)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3)
+)
+KEYS = sorted({*child_params(), "layout_fingerprint", "prompt_tokens", "batch_kv_transfer_params", "x_request_id"})
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON), st.booleans())
+def test_any_parameters_parse_or_are_refused(changes: dict[str, Any], from_good: bool) -> None:
+    """Nothing but RequestError, whatever a client sends; and what passes is within its bounds."""
+    params = {**(dispatch(child_params()) if from_good else {}), **changes}
+    try:
+        remote = parse_remote_decodes(params)
+    except RequestError:
+        return
+    for child in remote.children:
+        assert 1 <= child.base_port <= 65535
+        assert child.tp_size >= 1
+        assert child.cached_tokens >= 0
+        assert (child.token is None) == (child.generation is None) == child.legacy
+        assert child.token is None or len(child.token) == 16
+        assert 0 < len(child.host) <= 256
+
+
+@given(st.dictionaries(st.sampled_from(["rendezvous_id", "x_request_id", "metaserver", "do_remote_prefill"]), JSON))
+def test_any_decode_parameters_parse_or_are_refused(params: dict[str, Any]) -> None:
+    try:
+        remote = parse_remote_prefill(params)
+    except RequestError:
+        return
+    assert (remote.rendezvous_id, remote.x_request_id) == (params["rendezvous_id"], params["x_request_id"])
+
+
+@given(
+    st.text(min_size=1, max_size=30),
+    st.integers(0, 999_999),
+    st.integers(0, 999_999),
+    st.booleans(),
+    st.booleans(),
+    st.text("0123456789abcdef", min_size=8, max_size=8),
+)
+def test_place_of_every_id_that_vllm_makes(
+    x: str, prompt: int, choice: int, several: bool, chat: bool, suffix: str
+) -> None:
+    """For any id that a proxy chooses, with n>1 or not, with the random suffix or without."""
+    for end in ("", f"-{suffix}"):
+        front = f"{choice}_" if several else ""
+        request_id = f"{front}chatcmpl-{x}{end}" if chat else f"{front}cmpl-{x}-{prompt}{end}"
+        assert place_of(request_id, x) == (0 if chat else prompt, choice if several else 0)
+
+
+@given(st.text(max_size=60), st.text(min_size=1, max_size=20))
+def test_place_of_anything_is_found_or_refused(request_id: str, x: str) -> None:
+    try:
+        prompt, choice = place_of(request_id, x)
+    except RequestError:
+        return
+    assert prompt >= 0
+    assert choice >= 0
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    [
+        *("", "x", "cmpl-x", "cmpl-x-", "cmpl-x-a", "cmpl-x-0-", "cmpl-x-0-AAAAAAAA", "cmpl-x-0-aaaaaaaaa"),
+        *("acmpl-x-0", "_cmpl-x-0", "a_cmpl-x-0", "-1_cmpl-x-0", "chatcmpl-x-0", "chatcmpl-xy", "cmpl-x-0\n"),
+        "cmpl-x-1234567",
+    ],
+)
+def test_other_ids_are_refused(request_id: str) -> None:
+    with pytest.raises(RequestError, match="does not come from x_request_id"):
+        place_of(request_id, "x")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "external"),
+    [
+        ("cmpl-x-0-aaaaaaaa", "cmpl-x-0"),
+        ("1_cmpl-x-0-aaaaaaaa", "1_cmpl-x-0"),
+        ("cmpl-x-0", "cmpl-x-0"),
+        ("chatcmpl-x-01234567", "chatcmpl-x"),
+        ("-aaaaaaaa", "-aaaaaaaa"),
+        ("cmpl-x-0-AAAAAAAA", "cmpl-x-0-AAAAAAAA"),
+    ],
+)
+def test_external_id_is_without_the_random_suffix(request_id: str, external: str) -> None:
+    assert external_id(request_id) == external
+
+
+def test_batch_and_single_child() -> None:
+    single = parse_remote_decodes(dispatch(child_params("a")))
+    assert [child.request_id for child in single.children] == ["a"]
+    batch = parse_remote_decodes(dispatch(child_params("a", 1), child_params("b", 2, prompt_index=1)))
+    assert [child.request_id for child in batch.children] == ["a", "b"]
+    assert [child.request_id for child in batch.of_prompt("cmpl-x-1-aaaaaaaa")] == ["b"]
+    with pytest.raises(RequestError, match="no entry of batch_kv_transfer_params has prompt_index 7"):
+        batch.of_prompt("cmpl-x-7")
+
+
+def test_too_many_children() -> None:
+    many = {str(i): child_params(str(i)) for i in range(MAX_CHILDREN + 1)}
+    with pytest.raises(RequestError, match=r"1\.\.16384 children"):
+        parse_remote_decodes({**dispatch(child_params()), "batch_kv_transfer_params": many})
+
+
+def test_one_malformed_child_of_a_batch_is_named() -> None:
+    with pytest.raises(RequestError, match="remote_port must be a whole number"):
+        parse_remote_decodes(dispatch(child_params("a", 1), child_params("b", 2, remote_port=0)))
+
+
+def test_error_texts_are_short() -> None:
+    with pytest.raises(RequestError) as error:
+        parse_remote_decodes(dispatch(child_params(remote_host="x" * 100_000)))
+    assert len(str(error.value)) < 300
+
+
+def test_children_of_no_prompt() -> None:
+    assert RemoteDecodes("x", "rv", ()).children == ()
