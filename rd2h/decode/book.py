@@ -364,7 +364,7 @@ class PullBook:
                     return None
                 raise RequestError(f"Prefill generation {peer.generation} is not registered with the meta service")
         layer_idx, pair = connection.layer(head, self._destination.layout, self._index_of)
-        chunk = connection.chunk(head, self._shares, self._destination.layout)
+        chunk = connection.chunk(head, layer_idx, self._shares, self._destination.layout)
         chunk.resolve(self._table, self._token_of)
         if chunk.unknown and not chunk.started:
             if not last_chance:
@@ -406,7 +406,7 @@ class PullBook:
             connection.complained = True
             logger.warning("rd2h: refused a layer of Prefill at %s: %s", connection.address, error)
         try:
-            chunk = connection.chunk(head, self._shares, self._destination.layout)
+            chunk = connection.chunk(head, None, self._shares, self._destination.layout)
             for request in chunk.requests:
                 token = self._token_of(request)
                 child = self._table.get(token) if token is not None else None

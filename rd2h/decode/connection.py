@@ -85,9 +85,20 @@ class Connection:
             return str(error)
         return index, LayerPair.of(source, layout.layers[index])
 
-    def chunk(self, head: ReadyHead, shares: Callable[[ReadyHead], Shares], layout: CacheLayout) -> Chunk:
-        """The chunk of this message, parsed at its first layer. Raises WireError, RequestError."""
+    def chunk(
+        self, head: ReadyHead, layer_idx: int | None, shares: Callable[[ReadyHead], Shares], layout: CacheLayout
+    ) -> Chunk:
+        """The chunk of this message, parsed at its first layer. Raises WireError, RequestError.
+
+        A legacy Prefill has no tokens, so a later request may have the very bytes of an earlier one (the same name and
+        blocks again). What tells them apart is that a layer comes twice (``layer_idx``: Decode's position of it).
+        """
         key = (head.requests_raw, head.member, head.ratio)
+        if self.peer is None and layer_idx is not None:
+            known = self._chunks.get(key)
+            if known is not None and known.layers_read >> layer_idx & 1:
+                del self._chunks[key]
+                self._latest = None
         if self._latest is not None and self._latest[0] == key:
             return self._latest[1]
         chunk = self._chunks.get(key)

@@ -223,6 +223,10 @@ class PrefillSide:
         """Encoded layer metadata of a rank."""
         return encode_layer_map(self._ranks[rank].cache.layout())
 
+    def cpu_s(self) -> float:
+        """CPU time of this process."""
+        return time.process_time()
+
     def write(self, parts: Sequence[Part]) -> None:
         """Only write, on every layer and rank."""
         for layer in range(self._spec.layers):
