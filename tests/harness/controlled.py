@@ -1,5 +1,6 @@
 """An engine around another one, whose reads a test delays, holds or spoils."""
 
+import random
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ class ReadControl:
     before_s: float = 0.0
     after_s: float = 0.0
     """The bytes are there already, the call has not returned yet."""
+    jitter_before_s: float = 0.0
+    """Up to so much more before, at random."""
+    jitter_after_s: float = 0.0
     fail_code: int = 0
     """Return this code instead of the result, and let the bytes land ``late_s`` after that."""
     late_s: float = 0.0
@@ -53,14 +57,14 @@ class ControlledEngine:
             self.started += 1
         control = self.controls.get(session, self.default)
         self._open.wait(60.0)
-        time.sleep(control.before_s)
+        time.sleep(control.before_s + random.uniform(0.0, control.jitter_before_s))
         if control.fail_code:
             if control.late_s:
                 self._read_later(control.late_s, session, local, peer, lengths)
             result = ReadResult(control.fail_code, f"made to fail with {control.fail_code}")
         else:
             result = self.inner.batch_transfer_sync_read(session, local, peer, lengths)
-        time.sleep(control.after_s)
+        time.sleep(control.after_s + random.uniform(0.0, control.jitter_after_s))
         with self._lock:
             self.returned += 1
         return result

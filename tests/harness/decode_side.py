@@ -1,7 +1,9 @@
 """Decode ranks in one process: pullers over NumPy memory full of canaries."""
 
 import random
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +45,26 @@ class DecodeRank:
         """Stop the puller and the engine."""
         self.puller.close()
         self.engine.inner.close()
+
+
+class RepeatedAnswers:
+    """Stands in for a router's ``send``: after each acknowledgement it may send older ones again."""
+
+    def __init__(self, send: Callable[[bytes, bytes], bool], times: int) -> None:
+        self._send, self._times = send, times
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=64)
+        self._lock = threading.Lock()
+
+    def __call__(self, identity: bytes, payload: bytes) -> bool:
+        """Send, then now and then repeat."""
+        sent = self._send(identity, payload)
+        if b"read_done" in payload[:16]:
+            with self._lock:
+                self._sent.append((identity, payload))
+                again = random.sample(list(self._sent), min(len(self._sent), random.randrange(self._times)))
+            for one in again:
+                self._send(*one)
+        return sent
 
 
 class DecodeSide:
@@ -150,6 +172,12 @@ class DecodeSide:
                 rank.engine.controls[session] = control
             else:
                 rank.engine.default = control
+
+    def repeat_answers(self, times: int) -> None:
+        """From now on copies of earlier acknowledgements, at most ``times`` each, go out between the true ones."""
+        for rank in self._ranks:
+            router = rank.puller._router
+            router.send = RepeatedAnswers(router.send, times)  # type: ignore[method-assign]
 
     def hold(self) -> None:
         """Stop reads before they begin."""
