@@ -8,54 +8,24 @@ One object per worker process. The attributes that a connector reads have the na
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rd2h.errors import ConfigError, StateError
 from rd2h.offload.budget import check_dram
 from rd2h.offload.config import SparseOffloadConfig
-from rd2h.offload.copier import HostCopier, RowCopier, RowMemory
+from rd2h.offload.copier import HostCopier, RowCopier
 from rd2h.offload.counters import OffloadCounters
 from rd2h.offload.kernel import load_kernel
-from rd2h.offload.pool import LayerSpan, PoolAllocator, PoolLayout
-from rd2h.offload.residency import Geometry, Plan, Question, ResidencyTable, Workspace
+from rd2h.offload.layers import LayerMemory, OffloadLayer, Shape, integers, pool_tensor
+from rd2h.offload.pool import PoolAllocator, PoolLayout
+from rd2h.offload.residency import Geometry, Int64s, Question
+from rd2h.offload.selections import Selections
 
-
-@dataclass(frozen=True, slots=True)
-class OffloadLayer:
-    """A layer whose main KV lives in the pool; widths in elements of a token."""
-
-    name: str
-    kv_lora_rank: int
-    rope_dim: int
-
-
-@dataclass(slots=True)
-class _Layer:
-    """Memory of one layer, and what its hot buffer holds."""
-
-    k_pool: RowMemory
-    v_pool: RowMemory
-    k_hot: torch.Tensor
-    v_hot: torch.Tensor
-    hot: tuple[RowMemory, RowMemory]
-    table: ResidencyTable | None = None
-    question: Question | None = None
-    plan: Plan | None = None
-    serial: int = 0
-    """Selections of this layer so far, or the last one taken over from ``follows``."""
-    follows: str | None = None
-    """Layer whose selections this hot buffer holds; None: its own."""
-
-    @property
-    def pairs(self) -> tuple[tuple[RowMemory, RowMemory], ...]:
-        """(hot, pool) for K and V."""
-        return ((self.hot[0], self.k_pool), (self.hot[1], self.v_pool))
+__all__ = ["OffloadLayer", "SparseKVOffloadManager", "current_manager", "get_sparse_kv_offload_manager"]
 
 
 class SparseKVOffloadManager:
@@ -92,70 +62,41 @@ class SparseKVOffloadManager:
             raise StateError("this process has a sparse offload manager already; close it first")
         if not layers or len({layer.name for layer in layers}) != len(layers):
             raise ConfigError(f"{len(layers)} offload layers, expected at least one and no name twice")
+        kernel, names = load_kernel(), [layer.name for layer in layers]
         self.config, self.dtype, self.num_blocks, self.block_size = config, dtype, num_blocks, block_size
         self.max_rows, self.tp_rank, self.tp_size = max_rows, tp_rank, tp_size
-        self._geometry = Geometry(max_rows, config.topk_buffer_size, index_topk, block_size, num_blocks)
-        self._barrier, self._device, self._kernel = barrier, device, load_kernel()
-        self._copier = copier if copier is not None else HostCopier(self._kernel)
-        self._workspace = Workspace(self._geometry)
+        geometry = Geometry(max_rows, config.topk_buffer_size, index_topk, block_size, num_blocks)
+        self._selections = Selections(names, geometry, kernel)
+        self._copier = copier if copier is not None else HostCopier(kernel)
+        self._barrier = barrier
         self._counters, self._taken = OffloadCounters(), OffloadCounters()
         self._closed = False
 
-        token_bytes = [(layer.kv_lora_rank * dtype.itemsize, layer.rope_dim * dtype.itemsize) for layer in layers]
-        layout = PoolLayout.plan([(k * block_size, v * block_size) for k, v in token_bytes], num_blocks)
+        block_bytes = dtype.itemsize * block_size
+        layout = PoolLayout.plan(
+            [(layer.kv_lora_rank * block_bytes, layer.rope_dim * block_bytes) for layer in layers], num_blocks
+        )
         check_dram(config, layout.num_bytes)
         self._pool = allocator.allocate(layout.num_bytes)
-        if tp_size > 1:
-            barrier()
+        self._meet()
 
-        self.offload_layer_names = [layer.name for layer in layers]
+        self.offload_layer_names = names
         self.gvas_k_bases = [self._pool.base + span.k_offset for span in layout.spans]
         self.gvas_v_bases = [self._pool.base + span.v_offset for span in layout.spans]
         self.cpu_block_lens = [(span.k_block_bytes, span.v_block_bytes) for span in layout.spans]
         self.k_caches_cpu: list[torch.Tensor] = []
         self.v_caches_cpu: list[torch.Tensor] = []
-        self._ids = {name: index for index, name in enumerate(self.offload_layer_names)}
-        self._layers = {
-            layer.name: self._make_layer(layer, span) for layer, span in zip(layers, layout.spans, strict=True)
-        }
-        self._hot_bytes = sum(
-            memory.num_rows * memory.row_bytes for made in self._layers.values() for memory in made.hot
-        )
-        if tp_rank == 0:
-            for layer, span in zip(layers, layout.spans, strict=True):
-                self.k_caches_cpu.append(self._pool_tensor(span.k_offset, layer.kv_lora_rank))
-                self.v_caches_cpu.append(self._pool_tensor(span.v_offset, layer.rope_dim))
+        shape = Shape(num_blocks, block_size, max_rows, config.topk_buffer_size, dtype, device)
+        self._ids = {name: index for index, name in enumerate(names)}
+        self._layers: dict[str, LayerMemory] = {}
+        for layer, span in zip(layers, layout.spans, strict=True):
+            self._layers[layer.name] = LayerMemory.make(layer, span, self._pool, shape)
+            if tp_rank == 0:
+                self.k_caches_cpu.append(pool_tensor(self._pool, span.k_offset, layer.kv_lora_rank, shape))
+                self.v_caches_cpu.append(pool_tensor(self._pool, span.v_offset, layer.rope_dim, shape))
+        self._hot_bytes = sum(memory.hot_bytes for memory in self._layers.values())
         if register:
             _current.append(self)
-
-    def _make_layer(self, layer: OffloadLayer, span: LayerSpan) -> _Layer:
-        rows, capacity, itemsize = self.max_rows, self.config.topk_buffer_size, self.dtype.itemsize
-        split = rows * capacity * layer.kv_lora_rank
-        # One allocation, K then V. Zeros, so that a slot that attention masks out never holds a NaN.
-        both = torch.zeros(split + rows * capacity * layer.rope_dim, dtype=self.dtype, device=self._device)
-        k_hot = both[:split].view(rows, capacity, layer.kv_lora_rank)
-        v_hot = both[split:].view(rows, capacity, layer.rope_dim)
-        return _Layer(
-            self._pool_rows(span.k_offset, layer.kv_lora_rank * itemsize),
-            self._pool_rows(span.v_offset, layer.rope_dim * itemsize),
-            k_hot,
-            v_hot,
-            (_tensor_rows(k_hot), _tensor_rows(v_hot)),
-        )
-
-    def _pool_rows(self, offset: int, row_bytes: int) -> RowMemory:
-        num_rows, array = self.num_blocks * self.block_size, self._pool.array
-        if array is None:
-            return RowMemory(self._pool.base + offset, num_rows, row_bytes)
-        return RowMemory.over(array[offset : offset + num_rows * row_bytes], row_bytes)
-
-    def _pool_tensor(self, offset: int, width: int) -> torch.Tensor:
-        shape = (self.num_blocks, self.block_size, 1, width)
-        array = self._pool.array
-        if array is None:
-            raise StateError("the allocator gave rank 0 memory that its processor cannot reach")
-        num_bytes = self.num_blocks * self.block_size * width * self.dtype.itemsize
-        return torch.from_numpy(array[offset : offset + num_bytes]).view(self.dtype).view(shape)
 
     # --- what a connector reads ---
 
@@ -175,11 +116,8 @@ class SparseKVOffloadManager:
         layer = self._layer(layer_name)
         if self.tp_rank != 0:
             return
-        slots = _integers(slot_mapping, np.int64)
-        k_rows, v_rows = (
-            self._new_rows(k_new, layer.k_pool, len(slots)),
-            self._new_rows(v_new, layer.v_pool, len(slots)),
-        )
+        slots = integers(slot_mapping, np.int64)
+        k_rows, v_rows = layer.new_rows(k_new, v_new, len(slots))
         inside = np.flatnonzero((slots >= 0) & (slots < layer.k_pool.num_rows))
         started = perf_counter()
         moved = self._copier.copy(((layer.k_pool, k_rows), (layer.v_pool, v_rows)), slots[inside], inside)
@@ -197,17 +135,13 @@ class SparseKVOffloadManager:
         layer = self._layer(layer_name)
         self._meet()
         question = Question(
-            _integers(topk, np.int64),
-            _integers(request_keys, np.uint64),
-            _integers(stable_prefix, np.int64),
-            _integers(block_tables, np.int32),
+            integers(topk, np.int64),
+            integers(request_keys, np.uint64),
+            integers(stable_prefix, np.int64),
+            integers(block_tables, np.int32),
         )
-        if layer.table is None:
-            layer.table = ResidencyTable(self._geometry, self._workspace, self._kernel)
-        layer.question, layer.plan, layer.follows = question, None, None
-        plan = layer.table.plan(question)
-        self._fetch(layer, layer.table, plan.targets, plan.sources)
-        layer.plan, layer.serial = plan, layer.serial + 1
+        with self._selections.choose(layer_name, question) as plan:
+            self._fetch(layer, plan.targets, plan.sources)
         self._counters.note_plan(plan)
         return torch.from_numpy(plan.slots)
 
@@ -217,25 +151,12 @@ class SparseKVOffloadManager:
         A layer that follows in every step copies the source's misses from its own pool. One that has skipped a step
         copies the whole selection, and the source starts over at its next ``gather``, so that both stay equal.
         """
-        layer, source = self._layer(layer_name), self._layer(source_layer_name)
-        if source.plan is None or source.table is None or source.question is None or layer is source:
-            raise StateError(f"{layer_name!r} cannot reuse the selection of {source_layer_name!r}: there is none")
+        layer, _ = self._layer(layer_name), self._layer(source_layer_name)
         self._meet()
-        following = layer.follows == source_layer_name or (layer.follows is None and layer.serial == 0)
-        if layer.table is not None:
-            layer.table.clear()
-        if following and layer.serial == source.serial:
-            return torch.from_numpy(source.plan.slots)
-        if following and layer.serial == source.serial - 1:
-            targets, sources = source.plan.targets, source.plan.sources
-        else:
-            targets, sources = source.table.whole_selection(source.question, source.plan)
-            source.table.clear()
-            self._counters.resyncs += 1
-        layer.follows, layer.plan = source_layer_name, None
-        self._fetch(layer, source.table, targets, sources)
-        layer.serial = source.serial
-        return torch.from_numpy(source.plan.slots)
+        with self._selections.take_over(layer_name, source_layer_name) as takeover:
+            self._fetch(layer, takeover.targets, takeover.sources)
+        self._counters.resyncs += takeover.resync
+        return torch.from_numpy(takeover.slots)
 
     def hot_buffers(self, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(K [max_rows, capacity, kv_lora_rank], V [max_rows, capacity, rope_dim]) of a layer."""
@@ -281,7 +202,7 @@ class SparseKVOffloadManager:
 
     # --- inside ---
 
-    def _layer(self, name: str) -> _Layer:
+    def _layer(self, name: str) -> LayerMemory:
         try:
             return self._layers[name]
         except KeyError:
@@ -295,42 +216,10 @@ class SparseKVOffloadManager:
         if self.tp_size > 1:
             self._barrier()
 
-    def _fetch(
-        self,
-        layer: _Layer,
-        table: ResidencyTable,
-        targets: npt.NDArray[np.int64],
-        sources: npt.NDArray[np.int64],
-    ) -> None:
-        started, moved = perf_counter(), None
-        try:
-            moved = self._copier.copy(layer.pairs, targets, sources)
-        finally:
-            if moved is None:
-                table.clear()
+    def _fetch(self, layer: LayerMemory, targets: Int64s, sources: Int64s) -> None:
+        started = perf_counter()
+        moved = self._copier.copy(layer.pairs, targets, sources)
         self._counters.note_fetch(moved, perf_counter() - started)
-
-    def _new_rows(self, rows: Any, pool: RowMemory, count: int) -> RowMemory:
-        if rows.dtype != self.dtype or rows.ndim != 2 or len(rows) < count:
-            raise StateError(f"new rows are {rows.dtype} {tuple(rows.shape)}, expected {self.dtype} for {count} slots")
-        if rows.shape[1] * self.dtype.itemsize != pool.row_bytes:
-            raise StateError(f"new rows are {rows.shape[1]} wide, the pool's {pool.row_bytes // self.dtype.itemsize}")
-        return _tensor_rows(rows.detach().contiguous())
-
-
-def _tensor_rows(tensor: torch.Tensor) -> RowMemory:
-    row_bytes = tensor.shape[-1] * tensor.element_size()
-    num_rows = tensor.numel() // tensor.shape[-1]
-    if tensor.device.type != "cpu":
-        return RowMemory(tensor.data_ptr(), num_rows, row_bytes)
-    return RowMemory.over(tensor.view(-1).view(torch.uint8).numpy(), row_bytes)
-
-
-def _integers(values: Any, dtype: type[Any]) -> npt.NDArray[Any]:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if dtype is np.uint64 and array.dtype == np.int64:
-        return array.view(np.uint64)
-    return array if array.dtype == dtype else array.astype(dtype)
 
 
 _current: list[SparseKVOffloadManager] = []
