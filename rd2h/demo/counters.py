@@ -59,6 +59,10 @@ class Counters:
             sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
         ]
 
+    def counted(self, name: str) -> float:
+        """Sum over the samples of that name; 0 while there are none, as before a labelled counter's first event."""
+        return sum(sample.value for sample in self._samples if sample.name == name)
+
     def labelled(self, name: str) -> list[dict[str, str]]:
         """Labels of every sample of that name."""
         return [sample.labels for sample in self._samples if sample.name == name]

@@ -79,7 +79,7 @@ class OffloadCount:
     def read(cls, engine: ConnectedEngine) -> "OffloadCount":
         page = Counters.read(engine.url)
         names = ("hits", "misses", "evictions", "rows_appended")
-        return cls(*(page.total(f"rd2h_offload_{name}_total") for name in names))
+        return cls(*(page.counted(f"rd2h_offload_{name}_total") for name in names))
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda factor: f"buffer={factor}xtopk")
@@ -132,6 +132,13 @@ def test_requests_that_join_and_leave_a_running_batch(offload: Any, sparse_singl
     assert after.misses > before.misses
     assert after.evictions > before.evictions
     assert after.appended > before.appended
+
+
+def test_prompts_that_decode_must_compute_itself(offload: Any, sparse_single: ManagedProcess) -> None:
+    """Asked directly, without a Prefill: more tokens a step than the hot buffer has rows, in several chunks."""
+    for length in (1, 33, 300, 700):
+        question = body(prompt_of(length, f"by itself {length} "), 40)
+        assert complete(offload.decode.url, question) == complete(sparse_single.url, question), length
 
 
 def test_clients_that_leave_do_not_disturb_the_others(offload: Any, sparse_single: ManagedProcess) -> None:
