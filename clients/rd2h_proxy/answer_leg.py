@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import aiohttp
@@ -35,32 +34,31 @@ class EngineAnswer:
     failure: AttemptError | None = None
     """Set by `fail`: why the stream was cut from our side."""
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The bytes after `head` as they come.
+    async def next_chunk(self) -> bytes:
+        """The next bytes after `head`, as they come; empty at the end.
 
         Raises:
             AttemptError: the stream ended early.
         """
         try:
-            async for chunk in self.response.content.iter_any():
-                yield chunk
+            chunk = await self.response.content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._cut(error) from error
         if self.failure is not None:
             raise self.failure
+        return chunk
 
     async def whole_stream(self) -> AsyncGenerator[bytes, None]:
         """All bytes from the beginning."""
         yield self.head
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        while chunk := await self.next_chunk():
+            yield chunk
 
     def _cut(self, error: Exception) -> AttemptError:
         return self.failure or engine_failure(self.blame, self.address, f"stream broke: {describe(error)}")
 
     def fail(self, failure: AttemptError) -> None:
-        """Cuts the stream; a reader in `chunks` gets `failure`."""
+        """Cuts the stream; a reader in `next_chunk` gets `failure`."""
         if self.failure is None:
             self.failure = failure
         self.response.close()

@@ -34,8 +34,11 @@ class Answer(Protocol):
     head: bytes
     streaming: bool
 
-    def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The bytes after `head`."""
+    async def next_chunk(self) -> bytes:
+        """The next bytes after `head`; empty at the end."""
+
+    async def close(self) -> None:
+        """Ends what `next_chunk` has begun."""
 
 
 async def continued(
@@ -50,11 +53,11 @@ async def continued(
     if not running.request.tracks_tokens:
         guarded = GuardedAnswer(running)
         guarded.check(answer.head)
-        return guarded if answer.streaming else answer
+        return guarded
     if answer.streaming:
         return ContinuedStream(dispatcher, running, client_headers, record)
     answer.head = await finish_whole(dispatcher, running, client_headers, record)
-    return answer
+    return GuardedAnswer(running)
 
 
 class GuardedAnswer:
@@ -65,16 +68,18 @@ class GuardedAnswer:
         self._request = running.request
         self.content_type = self._answer.content_type
         self.head = self._answer.head
-        self.streaming = True
+        self._tail = self.head[-_MARK_BYTES:]
+        self.streaming = self._answer.streaming
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def next_chunk(self) -> bytes:
         """See Answer."""
-        tail = self.head
-        async with aclosing(self._answer.chunks()) as chunks:
-            async for chunk in chunks:
-                self.check(tail[-_MARK_BYTES:] + chunk)
-                tail = chunk
-                yield chunk
+        chunk = await self._answer.next_chunk()
+        self.check(self._tail + chunk)
+        self._tail = chunk[-_MARK_BYTES:]
+        return chunk
+
+    async def close(self) -> None:
+        """See Answer."""
 
     def check(self, window: bytes) -> None:
         """Raises AttemptError when the engine gave the request back in these bytes."""
@@ -100,16 +105,28 @@ class ContinuedStream:
         # Only parsed messages and offsets of log-probabilities need to know what text was sent before.
         self._text_matters = bool(running.request.body.get("tools")) or bool(running.request.body.get("logprobs"))
         self._held: list[bytes] = []
+        self._rest: AsyncGenerator[bytes, None] | None = None
         self.content_type = self._answer.content_type
         self.head = self._pass(self._answer.head)
         self.streaming = True
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def next_chunk(self) -> bytes:
         """See Answer."""
-        async with aclosing(self._answer.chunks()) as chunks:
-            async for chunk in chunks:
-                if passed := self._pass(chunk):
-                    yield passed
+        while self._rest is None:
+            chunk = await self._answer.next_chunk()
+            if not chunk:
+                self._rest = self._after_the_end()
+            elif passed := self._pass(chunk):
+                return passed
+        return await anext(self._rest, b"")
+
+    async def close(self) -> None:
+        """See Answer."""
+        if self._rest is not None:
+            await self._rest.aclose()
+
+    async def _after_the_end(self) -> AsyncGenerator[bytes, None]:
+        """What follows when the engine's stream is over: continuations, and the events that waited for them."""
         if rest := self._reader.rest:
             yield rest
         given_back = self._account.given_back()

@@ -23,8 +23,10 @@ class ProbeOptions:
 
     interval_s: float = 2.0
     timeout_s: float = 2.0
-    silent_to_down: int = 3
+    silent_to_down: int = 5
     """Time-outs in a row that count as down. A refused connection or a 5xx counts at once."""
+    silent_to_down_with_lease: int = 15
+    """The same for an engine that renews its lease: it lives, and its HTTP server has much to do."""
     gone_after_s: float = 30.0
     """Down for so long, requests in flight are given up; sooner when the lease has ended as well."""
 
@@ -92,7 +94,9 @@ class Prober:
         except TimeoutError:
             history.silent += 1
             # A server that computes something long is slow, not dead.
-            return ProbeState.DOWN if history.silent >= self._options.silent_to_down else target.probe
+            options = self._options
+            patience = options.silent_to_down_with_lease if target.engines else options.silent_to_down
+            return ProbeState.DOWN if history.silent >= patience else target.probe
         except (aiohttp.ClientError, OSError):
             history.silent = 0
             return ProbeState.DOWN

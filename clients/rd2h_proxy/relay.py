@@ -67,9 +67,8 @@ async def relay(http: web.Request, answer: Answer, request_id: str, guard: Stall
 
 async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Writing) -> None:
     tail = answer.head
-    chunks = answer.chunks()
     try:
-        async for chunk in chunks:
+        while chunk := await answer.next_chunk():
             tail = chunk
             writing.since = time.monotonic()
             try:
@@ -82,7 +81,7 @@ async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Wr
         await _end_with_error(response, failure, mid_event=bool(tail) and not tail.endswith((b"\n\n", b"\r\n\r\n")))
         raise StreamCutError(failure, response) from failure
     finally:
-        await chunks.aclose()
+        await answer.close()
     writing.since = time.monotonic()
     try:
         await response.write_eof()

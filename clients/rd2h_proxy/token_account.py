@@ -18,9 +18,18 @@ def hide_token_ids(raw: bytes) -> bytes:
     return _ID_LISTS.sub(rb'"\1":null', raw)
 
 
-# One event with one choice that goes on, and nothing in it but text and ids.
-_PLAIN = re.compile(rb'data: \{.*?"index":(\d+),.*"token_ids":\[([\d,]+)\].*\n\n', re.DOTALL)
-_NOT_PLAIN = re.compile(rb'"(?:tool_calls|reasoning\w*|prompt_token_ids)":[^n]|"(?:logprobs|usage)":\{|"delta":\{\}')
+# Compact JSON, as vLLM writes it. An event that goes on, and nothing in it but text and ids.
+_GOES_ON = b'"finish_reason":null'
+_IDS = b'"token_ids":['
+_INDEX = b'"index":'
+_NOT_PLAIN = (
+    b'"tool_calls":[',
+    b'"reasoning',
+    b'"prompt_token_ids":[',
+    b'"logprobs":{',
+    b'"usage":{',
+    b'"delta":{}',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +47,23 @@ def read_plain(chunk: bytes) -> PlainEvent | None:
 
     Texts cannot deceive this: within a JSON text every quote is escaped, so a key never looks like a key there.
     """
-    if chunk.count(b"\n\n") != 1 or chunk.count(b'"token_ids":') != 1 or b'"finish_reason":null' not in chunk:
+    if not (chunk.startswith(b"data: {") and chunk.endswith(b"\n\n") and _GOES_ON in chunk):
         return None
-    match = _PLAIN.fullmatch(chunk)
-    if match is None or _NOT_PLAIN.search(chunk) is not None:
+    start = chunk.find(_IDS)
+    place = chunk.find(_INDEX)
+    if start < 0 or place < 0 or chunk.find(b"\n\n") != len(chunk) - 2 or chunk.find(_IDS, start + 1) >= 0:
         return None
-    start, end = match.span(2)
-    hidden = b"".join((chunk[: start - 1], b"null", chunk[end + 1 :]))
-    return PlainEvent(int(match[1]), [int(number) for number in match[2].split(b",")], hidden)
+    if any(mark in chunk for mark in _NOT_PLAIN):
+        return None
+    start += len(_IDS)
+    end = chunk.find(b"]", start)
+    place += len(_INDEX)
+    try:
+        ids = [int(number) for number in chunk[start:end].split(b",")]
+        index = int(chunk[place : chunk.index(b",", place)])
+    except ValueError:
+        return None
+    return PlainEvent(index, ids, chunk[: start - 1] + b"null" + chunk[end + 1 :])
 
 
 @dataclass(slots=True)
