@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rd2h.errors import QueueFullError, RequestError, StateError
+from rd2h.errors import RequestError, StateError
 from rd2h.ledger import BlockRange, CoverageLedger
 from rd2h.wire import BlockIds
 
@@ -117,7 +117,7 @@ class ChildTable:
         return len(self._reads)
 
     def add(self, spec: ChildSpec, now_s: float) -> None:
-        """A destination is known and may be written; a token that was already refused is reported failed at once."""
+        """A destination is known and may be written; refused ones, and those beyond the bound, are reported failed."""
         if spec.token in self._children:
             raise StateError(f"token of {spec.request_id!r} is already in use")
         if spec.request_id in self._tokens:
@@ -126,7 +126,9 @@ class ChildTable:
             self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, reason))
             return
         if len(self._children) >= MAX_CHILDREN:
-            raise QueueFullError(f"{MAX_CHILDREN} children are already being pulled")
+            reason = f"{MAX_CHILDREN} children are already being pulled"
+            self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, reason))
+            return
         self._children[spec.token] = Child(spec, now_s + self.idle_timeout_s)
         self._tokens[spec.request_id] = spec.token
         self._external.setdefault(spec.external_id, spec.token)

@@ -175,7 +175,9 @@ class PullBook:
                     connection.lease.echoed(message.clock_ns, now_ns)
             elif isinstance(message, PrefillFailed) and message.generation == self._options.generation:
                 for failure in message.failures:
-                    self._table.fail(failure.token, f"Prefill failed: {failure.reason}", now_s)
+                    reason = f"Prefill failed: {failure.reason}"
+                    self._table.fail(failure.token, reason, now_s)
+                    self._table.refuse(failure.token, reason)  # its destination may come only now
         return None, None
 
     def next_deadline_s(self) -> float | None:
@@ -410,7 +412,8 @@ class PullBook:
             for request in chunk.requests:
                 token = self._token_of(request)
                 child = self._table.get(token) if token is not None else None
-                if child is not None and child.sources.get(head.member) is connection:
+                # The token proves that the sender reads our adverts; a contributor that is bound elsewhere stays so.
+                if child is not None and child.sources.get(head.member, connection) is connection:
                     self._table.fail(child.spec.token, error, now_s)
         except (WireError, RequestError):
             pass  # its block lists are malformed as well; the answer below says what was wrong first

@@ -5,7 +5,7 @@ import pytest
 
 from rd2h import children
 from rd2h.children import ChildSpec, ChildState, ChildTable, Finished, Outcome
-from rd2h.errors import QueueFullError, RequestError, StateError
+from rd2h.errors import RequestError, StateError
 from rd2h.ledger import BlockRange
 
 IDLE_S = 10.0
@@ -326,8 +326,10 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "MAX_CHILDREN", 3)
     monkeypatch.setattr(children, "MAX_REMEMBERED", 2)
     table = table_with(1, 2, 3)
-    with pytest.raises(QueueFullError, match="3 children"):
-        table.add(spec(4), 0.0)
+    table.add(spec(4), 0.0)
+    (report,) = table.take_finished()
+    assert (report.request_id, report.outcome) == ("r4", children.Outcome.FAILED)
+    assert "3 children" in report.reason
     for number in (1, 2, 3):
         table.abort(f"r{number}", 0.0)
     assert [table.why_gone(token(number)) for number in (1, 2, 3)] == [None, "aborted", "aborted"]
