@@ -143,7 +143,7 @@ class ContinuedStream:
         if self._text_matters or self._reader.holding:
             return self._pass_parsed(chunk)
         plain = read_plain(chunk)
-        if plain is None or plain.index not in self._account.choices:
+        if plain is None or plain.choice not in self._account.choices:
             return self._pass_parsed(chunk)
         self._account.take_plain(plain)
         return chunk if self._running.request.shows_token_ids else plain.hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rd2h_proxy.openai_request import JsonObject
 from rd2h_proxy.recompute_policy import RECOMPUTED
@@ -18,42 +19,36 @@ def hide_token_ids(raw: bytes) -> bytes:
     return _ID_LISTS.sub(rb'"\1":null', raw)
 
 
-# Compact JSON, as vLLM writes it. An event that goes on, and nothing in it but text and ids.
 _GOES_ON = b'"finish_reason":null'
 _IDS = b'"token_ids":['
 _INDEX = b'"index":'
-_NOT_PLAIN = (
-    b'"tool_calls":[',
-    b'"reasoning',
-    b'"prompt_token_ids":[',
-    b'"logprobs":{',
-    b'"usage":{',
-    b'"delta":{}',
-)
+_CONTENT = b'"delta":{"content":"'
 
 
-@dataclass(frozen=True, slots=True)
-class PlainEvent:
+class PlainEvent(NamedTuple):
     """What is in an event of the common kind, read without parsing its JSON."""
 
-    index: int
+    choice: int
     token_ids: list[int]
     hidden: bytes
     """The event without its token ids."""
 
 
 def read_plain(chunk: bytes) -> PlainEvent | None:
-    """The content of a chunk that is one event of the common kind; None for all others.
+    """The content of a chunk that is one event of the common kind: one choice that goes on, with text and ids only.
 
-    Texts cannot deceive this: within a JSON text every quote is escaped, so a key never looks like a key there.
+    None for all others; they are left to the JSON parser. Only compact JSON, as vLLM writes it, is recognised. Texts
+    cannot deceive this: a quote in them is escaped, so `"key"` within a text never looks like a key, and what looks
+    like the beginning of a list or an object only sends the event to the parser.
     """
-    if not (chunk.startswith(b"data: {") and chunk.endswith(b"\n\n") and _GOES_ON in chunk):
-        return None
     start = chunk.find(_IDS)
     place = chunk.find(_INDEX)
-    if start < 0 or place < 0 or chunk.find(b"\n\n") != len(chunk) - 2 or chunk.find(_IDS, start + 1) >= 0:
+    if start < 0 or place < 0 or _GOES_ON not in chunk or not chunk.startswith(b"data: {"):
         return None
-    if any(mark in chunk for mark in _NOT_PLAIN):
+    # Lists: the choices and the ids. Objects: the delta of a chat. Anything more is log-probabilities, usage, tools.
+    if chunk.count(b'":[') != 2 or chunk.count(b'":{') != (_CONTENT in chunk) or b'"reasoning' in chunk:
+        return None
+    if chunk.find(b"\n\n") != len(chunk) - 2:
         return None
     start += len(_IDS)
     end = chunk.find(b"]", start)
@@ -63,7 +58,7 @@ def read_plain(chunk: bytes) -> PlainEvent | None:
         index = int(chunk[place : chunk.index(b",", place)])
     except ValueError:
         return None
-    return PlainEvent(index, ids, chunk[: start - 1] + b"null" + chunk[end + 1 :])
+    return PlainEvent(index, ids, b"".join((chunk[: start - 1], b"null", chunk[end + 1 :])))
 
 
 @dataclass(slots=True)
@@ -147,7 +142,7 @@ class TokenAccount:
 
     def take_plain(self, event: PlainEvent) -> None:
         """Adds the ids of an event of the common kind; its text is not kept."""
-        self.choices[event.index].generated_ids.extend(event.token_ids)
+        self.choices[event.choice].generated_ids.extend(event.token_ids)
 
     def take_answer(self, answer: JsonObject) -> None:
         """Adds a complete answer."""
