@@ -267,7 +267,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Rd2hStats:
         """Statistics from their serialised form."""
-        return Rd2hStats(data or {})
+        return Rd2hStats(dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

@@ -18,6 +18,11 @@ GAUGES = {
 METRIC_NAMES = {"bytes_read": "rd2h_pulled_bytes"}
 
 
+def metric_name(name: str) -> str:
+    """Prometheus name of a counter (without the ``_total`` that every counter gets) or gauge."""
+    return METRIC_NAMES.get(name, f"rd2h_{name}")
+
+
 class Rd2hStats(KVConnectorStats):
     """``data``: counters by the names of ``rd2h.stats.FIELDS``, gauges by those of ``GAUGES``."""
 
@@ -44,7 +49,7 @@ class Rd2hStats(KVConnectorStats):
 
 
 class Rd2hPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics ``rd2h_<name>`` per engine."""
+    """Prometheus metrics of every engine of a server; all exist from the start, so that a rate has a beginning."""
 
     def __init__(
         self,
@@ -54,24 +59,30 @@ class Rd2hPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
-                name=METRIC_NAMES.get(name, f"rd2h_{name}"), documentation=text, labelnames=labelnames
-            )
+        counters = {
+            name: self._counter_cls(name=metric_name(name), documentation=text, labelnames=labelnames)
             for name, text in FIELDS.items()
         }
-        self._gauges = {
+        gauges = {
             name: self._gauge_cls(
-                name=f"rd2h_{name}", documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
+                name=metric_name(name), documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
             )
             for name, text in GAUGES.items()
+        }
+        self._counters = {
+            engine: {name: counter.labels(*values) for name, counter in counters.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+        self._gauges = {
+            engine: {name: gauge.labels(*values) for name, gauge in gauges.items()}
+            for engine, values in per_engine_labelvalues.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's counters."""
-        labels = self.per_engine_labelvalues[engine_idx]
+        counters, gauges = self._counters[engine_idx], self._gauges[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name].labels(*labels).inc(value)
-            elif name in self._gauges:
-                self._gauges[name].labels(*labels).set(value)
+            if name in counters:
+                counters[name].inc(value)
+            elif name in gauges:
+                gauges[name].set(value)

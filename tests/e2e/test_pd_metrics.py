@@ -1,0 +1,40 @@
+"""The metrics pages of real engines have every documented name, and count what a request does."""
+
+import time
+
+import pytest
+
+from rd2h.demo.cases import Case
+from rd2h.demo.chain import ConnectedEngine
+from rd2h.demo.completions import complete
+from rd2h.demo.counters import Counters
+from rd2h.demo.engine_spec import SERVED_NAME
+from rd2h.demo.model import ModelShape
+from rd2h.demo.process import ManagedProcess
+from rd2h.metrics import GAUGES, metric_name
+from rd2h.stats import FIELDS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.pd, pytest.mark.timeout(300)]
+PROMPT = "Metrics are numbers that somebody looks at."
+
+
+def counted(url: str, name: str) -> float:
+    return Counters.read(url).total(f"{metric_name(name)}_total")
+
+
+def test_names_and_counts(proxy: ManagedProcess, prefill: ConnectedEngine, decode: ConnectedEngine) -> None:
+    for engine in (prefill, decode):
+        page = Counters.read(engine.url)
+        for name in FIELDS:
+            page.total(f"{metric_name(name)}_total", model_name=SERVED_NAME)
+        for name in GAUGES:
+            page.total(metric_name(name), model_name=SERVED_NAME)
+    published, done = counted(prefill.url, "layers_published"), counted(decode.url, "children_done")
+    complete(proxy.url, Case("metrics", (PROMPT,), max_tokens=4).body())
+    # The last acknowledgements reach Prefill's page with a later step, if there is one.
+    deadline = time.monotonic() + 20
+    while counted(decode.url, "children_done") < done + 1:
+        assert time.monotonic() < deadline, "the pulled child was not counted"
+        time.sleep(0.05)
+    assert counted(prefill.url, "layers_published") >= published + ModelShape().layers
+    assert counted(decode.url, "children_failed") == 0
