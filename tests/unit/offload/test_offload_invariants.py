@@ -50,6 +50,7 @@ class WritesWhileAnotherWaits(HostCopier):
         deadline = time.monotonic() + 5
         while not self.met and time.monotonic() < deadline:
             self.met = self.barrier.n_waiting == 1
+            time.sleep(0.001)
         return super().copy(pairs, target_rows, source_rows)
 
 
