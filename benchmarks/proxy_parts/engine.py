@@ -24,8 +24,12 @@ from rd2h_client.v1.engine_registry_pb2 import (
 )
 from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Child
 
-# As large as a chunk of a chat stream of vLLM.
-_PADDING = "x" * 180
+# A chunk as vLLM writes it, with the time of writing.
+_CHUNK = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,"t":%d,'
+    b'"model":"model","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,"stop_reason":null,'
+    b'"prompt_token_ids":null,"token_ids":%s}]}\n\n'
+)
 
 
 class DecodeEngine:
@@ -52,12 +56,12 @@ class DecodeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         pace_s = float(body["user"]) / 1000
+        ids = b"[12345]" if body.get("return_token_ids") else b"null"
         due = time.monotonic() + secrets.randbelow(1000) / 1000 * pace_s
         for _ in range(body["max_tokens"]):
             await asyncio.sleep(due - time.monotonic())
             due += pace_s
-            stamp = time.monotonic_ns()
-            await response.write(b'data: {"choices":[{"index":0,"text":"%s","t":%d}]}\n\n' % (_PADDING.encode(), stamp))
+            await response.write(_CHUNK % (time.monotonic_ns(), ids))
         await response.write(b"data: [DONE]\n\n")
         return response
 
