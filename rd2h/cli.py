@@ -17,6 +17,7 @@ from rd2h.errors import Rd2hError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+OWN_PACKAGES = frozenset({"rd2h", "rd2h_meta", "rd2h_client", "rd2h_proxy"})
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,13 @@ def load(command: Command) -> ModuleType | str:
         missing = error.name or str(error)
         if missing == command.module or command.module.startswith(f"{missing}."):
             return f"rd2h {command.name}: not part of this installation (no module {missing})"
-        hint = f"; pip install 'rd2h[{command.extra}]' brings it" if command.extra else ""
-        return f"rd2h {command.name}: the module {missing} is missing{hint}"
+        return missing_text(command, missing)
+
+
+def missing_text(command: Command, module: str) -> str:
+    """One line that names the missing module and, where there is one, the extra that brings it."""
+    hint = f"; pip install 'rd2h[{command.extra}]' brings it" if command.extra else ""
+    return f"rd2h {command.name}: the module {module} is missing{hint}"
 
 
 def _complain(text: str) -> int:
@@ -111,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(component.run(args))
     except Rd2hError as error:
         return _complain(f"rd2h {command.name}: {error}")
+    except ModuleNotFoundError as error:
+        # Components import what is heavy only when they run. A missing module of our own is a defect, not an extra.
+        if error.name is None or error.name.partition(".")[0] in OWN_PACKAGES:
+            raise
+        return _complain(missing_text(command, error.name))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

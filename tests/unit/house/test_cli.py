@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -35,6 +36,24 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == (
         "rd2h proxy: the module aiohttp is missing; pip install 'rd2h[proxy]' brings it\n"
     )
+
+
+def test_extra_missing_only_at_run_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    component = types.ModuleType("component")
+
+    def run(args: object) -> int:
+        raise ModuleNotFoundError("no", name=missing)
+
+    component.__dict__.update(add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: component)
+    missing = "aiohttp"
+    assert cli.main(["proxy"]) == cli.EXIT_USAGE
+    assert "rd2h[proxy]" in capsys.readouterr().err
+    missing = "rd2h_proxy.lost"
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["proxy"])
 
 
 def test_absent_component_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
