@@ -34,6 +34,20 @@ class Outcome(Enum):
     ABORTED = "aborted"
 
 
+class FailureKind(Enum):
+    """Why a child failed, coarse enough to count."""
+
+    READ_ERROR = "read_error"
+    LEASE_EXPIRED = "lease_expired"
+    PREFILL_FAILED = "prefill_failed"
+    PEER_LOST = "peer_lost"
+    MESSAGE_REFUSED = "message_refused"
+    INCOMPLETE = "incomplete"
+    TIMED_OUT = "timed_out"
+    NOT_ADVERTISED = "not_advertised"
+    OTHER = "other"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChildSpec:
     """Destination of one child: block id of prompt block ``main_start + i`` is ``main_blocks[i]`` (int64[n])."""
@@ -65,6 +79,8 @@ class Finished:
     token: bytes
     outcome: Outcome
     reason: str
+    kind: FailureKind = field(default=FailureKind.OTHER, compare=False)
+    """Meant for failed children only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +92,7 @@ class Child:
     state: ChildState = ChildState.PULLING
     outcome: Outcome | None = None
     reason: str = ""
+    kind: FailureKind = FailureKind.OTHER
     hold_until_s: float = 0.0
     ledger: CoverageLedger | None = None
     sources: dict[int, object] = field(default_factory=dict)
@@ -105,7 +122,7 @@ class ChildTable:
     _fenced: dict[bytes, None] = field(default_factory=dict)
     _reads: dict[int, frozenset[bytes]] = field(default_factory=dict)
     _reports: list[Finished] = field(default_factory=list)
-    _remembered: OrderedDict[bytes, str] = field(default_factory=OrderedDict)
+    _remembered: OrderedDict[bytes, tuple[str, FailureKind]] = field(default_factory=OrderedDict)
     _next_read: int = 0
 
     def __len__(self) -> int:
@@ -122,8 +139,8 @@ class ChildTable:
             raise StateError(f"token of {spec.request_id!r} is already in use")
         if spec.request_id in self._tokens:
             raise StateError(f"{spec.request_id!r} is already being pulled")
-        if (reason := self._remembered.get(spec.token)) is not None:
-            self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, reason))
+        if (ended := self._remembered.get(spec.token)) is not None:
+            self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, *ended))
             return
         if len(self._children) >= MAX_CHILDREN:
             reason = f"{MAX_CHILDREN} children are already being pulled"
@@ -148,12 +165,13 @@ class ChildTable:
 
     def why_gone(self, token: bytes) -> str | None:
         """Reason of a child that is final and still remembered; None for a token never seen."""
-        return self._remembered.get(token)
+        ended = self._remembered.get(token)
+        return ended[0] if ended is not None else None
 
-    def refuse(self, token: bytes, reason: str) -> None:
+    def refuse(self, token: bytes, reason: str, kind: FailureKind = FailureKind.TIMED_OUT) -> None:
         """Remember that a token without a destination was refused, so that it is never served in part."""
         if token not in self._children:
-            self._remember(token, reason)
+            self._remember(token, reason, kind)
 
     # --- reads ---
 
@@ -187,17 +205,21 @@ class ChildTable:
         if child is None or child.state is not ChildState.PULLING:
             return
         if child.ledger is not None and not 0 <= member < child.ledger.contributors:
-            self.fail(token, f"contributor {member} is not one of the {child.ledger.contributors} seen before", now_s)
+            reason = f"contributor {member} is not one of the {child.ledger.contributors} seen before"
+            self.fail(token, reason, now_s, kind=FailureKind.INCOMPLETE)
             return
         if child.ledger is None or not child.ledger.complete(member):
             owed = child.ledger.missing(member) if child.ledger else "every block"
-            self.fail(token, f"Prefill reported the end but did not deliver {owed}", now_s)
+            reason = f"Prefill reported the end but did not deliver {owed}"
+            self.fail(token, reason, now_s, kind=FailureKind.INCOMPLETE)
             return
         child.contributors_done.add(member)
         if len(child.contributors_done) == child.ledger.contributors and child.ledger.all_complete():
             self._fence(child, Outcome.DONE, "", now_s, 0.0)
 
-    def fail(self, token: bytes, reason: str, now_s: float, hold_s: float = 0.0) -> None:
+    def fail(
+        self, token: bytes, reason: str, now_s: float, hold_s: float = 0.0, kind: FailureKind = FailureKind.OTHER
+    ) -> None:
         """The child will not be delivered; ``hold_s`` keeps its blocks while bytes may still land."""
         child = self._children.get(token)
         if child is None:
@@ -206,8 +228,9 @@ class ChildTable:
             # Already ending: a later engine error still prolongs the hold, and a done child is no longer good.
             child.hold_until_s = max(child.hold_until_s, now_s + hold_s)
             if child.outcome is Outcome.DONE:
-                child.outcome, child.reason = Outcome.FAILED, reason
+                child.outcome, child.reason, child.kind = Outcome.FAILED, reason, kind
             return
+        child.kind = kind
         self._fence(child, Outcome.FAILED, reason, now_s, hold_s)
 
     def abort(self, request_id: str, now_s: float) -> bytes | None:
@@ -224,7 +247,7 @@ class ChildTable:
         """Fail children without progress for the idle time, settle held ones; returns the tokens that failed."""
         late = [t for t, c in self._children.items() if c.state is ChildState.PULLING and now_s >= c.deadline_s]
         for token in late:
-            self.fail(token, f"no KV arrived for {self.idle_timeout_s:g} s", now_s)
+            self.fail(token, f"no KV arrived for {self.idle_timeout_s:g} s", now_s, kind=FailureKind.TIMED_OUT)
         if self._fenced:
             self._settle(now_s)
         return late
@@ -237,7 +260,7 @@ class ChildTable:
             if child.state is ChildState.PULLING and any(bound is source for bound in child.sources.values())
         ]
         for token in hit:
-            self.fail(token, reason, now_s)
+            self.fail(token, reason, now_s, kind=FailureKind.PEER_LOST)
         return hit
 
     def take_finished(self) -> list[Finished]:
@@ -267,10 +290,10 @@ class ChildTable:
         del self._fenced[spec.token], self._children[spec.token], self._tokens[spec.request_id]
         if self._external.get(spec.external_id) == spec.token:
             del self._external[spec.external_id]
-        self._remember(spec.token, child.reason or child.outcome.value)
-        self._reports.append(Finished(spec.request_id, spec.token, child.outcome, child.reason))
+        self._remember(spec.token, child.reason or child.outcome.value, child.kind)
+        self._reports.append(Finished(spec.request_id, spec.token, child.outcome, child.reason, child.kind))
 
-    def _remember(self, token: bytes, reason: str) -> None:
-        self._remembered[token] = reason
+    def _remember(self, token: bytes, reason: str, kind: FailureKind) -> None:
+        self._remembered[token] = (reason, kind)
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)

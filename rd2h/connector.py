@@ -7,6 +7,7 @@ One object serves one role: the scheduler's half or a worker's half, of a Prefil
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -47,17 +48,21 @@ class StepMetadata(KVConnectorMetadata):
 
 
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What Prefill workers tell their scheduler half."""
+    """What workers tell their scheduler half; ``reasons``: why requests failed on Decode, by request id."""
 
-    def __init__(self, failures: list[ChildFailure], unhealthy: str) -> None:
+    def __init__(
+        self, failures: list[ChildFailure], unhealthy: str = "", reasons: Mapping[str, str] | None = None
+    ) -> None:
         self.failures = failures
         self.unhealthy = unhealthy
+        self.reasons = dict(reasons or {})
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two workers."""
         if isinstance(other, WorkerReport):
             self.failures += other.failures
             self.unhealthy = self.unhealthy or other.unhealthy
+            self.reasons = {**other.reasons, **self.reasons}
         return self
 
 
@@ -168,6 +173,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill_scheduler is not None and isinstance(report, WorkerReport):
             self._prefill_scheduler.note_workers(report.failures, report.unhealthy)
         if self._decode_scheduler is not None:
+            if isinstance(report, WorkerReport):
+                self._decode_scheduler.half.note_reasons(report.reasons)
             self._decode_scheduler.half.received(
                 list(connector_output.finished_recving or ()), list(connector_output.failed_recving or ())
             )
@@ -242,7 +249,10 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decode_worker.worker.take_invalid_blocks() if self._decode_worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Prefill: children that could not be served."""
+        """Prefill: children that could not be served. Decode: why requests failed."""
+        if self._decode_worker is not None:
+            reasons = self._decode_worker.worker.take_reasons()
+            return WorkerReport([], reasons=reasons) if reasons else None
         if self._prefill_worker is None:
             return None
         worker = self._prefill_worker.worker

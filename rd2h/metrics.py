@@ -4,7 +4,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from rd2h.stats import FIELDS
+from rd2h.children import FailureKind
+from rd2h.stats import FAILURES, FIELDS, failures_of
 
 GAUGES = {
     "children_pulling": "children whose KV is being pulled now",
@@ -62,7 +63,11 @@ class Rd2hPromMetrics(KVConnectorPromMetrics):
         counters = {
             name: self._counter_cls(name=metric_name(name), documentation=text, labelnames=labelnames)
             for name, text in FIELDS.items()
+            if name != FAILURES
         }
+        failures = self._counter_cls(
+            name=metric_name(FAILURES), documentation=FIELDS[FAILURES], labelnames=[*labelnames, "reason"]
+        )
         gauges = {
             name: self._gauge_cls(
                 name=metric_name(name), documentation=text, multiprocess_mode="mostrecent", labelnames=labelnames
@@ -71,6 +76,7 @@ class Rd2hPromMetrics(KVConnectorPromMetrics):
         }
         self._counters = {
             engine: {name: counter.labels(*values) for name, counter in counters.items()}
+            | {failures_of(kind): failures.labels(*values, kind.value) for kind in FailureKind}
             for engine, values in per_engine_labelvalues.items()
         }
         self._gauges = {

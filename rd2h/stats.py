@@ -1,12 +1,14 @@
 """Counters of the data path, cheap enough to keep on the hot path.
 
 Values only ever grow between two ``take`` calls; ``take`` hands out what has gathered and starts afresh, which is what
-vLLM's connector statistics want. Every name is listed with its meaning in ``FIELDS``.
+vLLM's connector statistics want. Every name is listed with its meaning in ``FIELDS``; failures are counted by kind.
 """
 
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from rd2h.children import FailureKind
 
 FIELDS: Mapping[str, str] = {
     "layers_published": "ready messages sent by Prefill",
@@ -27,7 +29,7 @@ FIELDS: Mapping[str, str] = {
     "frames_malformed": "frames dropped because they were malformed",
     "prompt_tokens_computed": "prompt tokens that Decode computed itself: one for each request whose KV was pulled",
     "children_done": "children that received all their KV",
-    "children_failed": "children that ended failed",
+    "children_failed": "children that ended failed, by reason",
     "children_aborted": "children that were aborted while waiting for KV",
     "offload_hits": "selected tokens of sparse offload that were in the hot buffer",
     "offload_misses": "selected tokens of sparse offload that were copied from the host pool, counted once a selection",
@@ -41,9 +43,17 @@ FIELDS: Mapping[str, str] = {
 }
 
 
+FAILURES = "children_failed"
+
+
+def failures_of(kind: FailureKind) -> str:
+    """Name under which failures of one kind are counted."""
+    return f"{FAILURES}/{kind.value}"
+
+
 @dataclass(slots=True)
 class TransferStats:
-    """Thread-safe counters by the names of ``FIELDS``."""
+    """Thread-safe counters by the names of ``FIELDS`` and of ``failures_of``."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _values: dict[str, float] = field(default_factory=dict)

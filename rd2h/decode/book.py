@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rd2h.children import ChildSpec, ChildTable, Finished, Outcome
+from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
 from rd2h.decode.chunks import Chunk, Shares
 from rd2h.decode.connection import MAX_JOBS, Connection, Job
 from rd2h.decode.destination import Destination
@@ -20,7 +20,7 @@ from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
 from rd2h.layout import decode_layer_map
 from rd2h.lease import ReadLease
 from rd2h.plan import Descriptors, LayerPair
-from rd2h.stats import TransferStats
+from rd2h.stats import TransferStats, failures_of
 from rd2h.topology import TpMapping
 from rd2h.wire import (
     LEGACY_ACK,
@@ -117,7 +117,7 @@ class PullBook:
         """End a child; returns (connection, Prefill generation) to notify."""
         with self._lock:
             sources = self._sources(token)
-            self._table.fail(token, reason, now_s)
+            self._table.fail(token, reason, now_s, kind=FailureKind.PREFILL_FAILED)
             return sources
 
     def take_finished(self, now_s: float) -> list[Finished]:
@@ -125,13 +125,9 @@ class PullBook:
         with self._lock:
             self._table.expire(now_s)
             finished = self._table.take_finished()
-        for outcome, name in (
-            (Outcome.DONE, "children_done"),
-            (Outcome.FAILED, "children_failed"),
-            (Outcome.ABORTED, "children_aborted"),
-        ):
-            if count := sum(1 for child in finished if child.outcome is outcome):
-                self._stats.add(**{name: count})
+        for child in finished:
+            failed = child.outcome is Outcome.FAILED
+            self._stats.add(**{failures_of(child.kind) if failed else f"children_{child.outcome.value}": 1})
         return finished
 
     def counts(self) -> tuple[int, int, int]:
@@ -176,8 +172,9 @@ class PullBook:
             elif isinstance(message, PrefillFailed) and message.generation == self._options.generation:
                 for failure in message.failures:
                     reason = f"Prefill failed: {failure.reason}"
-                    self._table.fail(failure.token, reason, now_s)
-                    self._table.refuse(failure.token, reason)  # its destination may come only now
+                    self._table.fail(failure.token, reason, now_s, kind=FailureKind.PREFILL_FAILED)
+                    # Its destination may come only now.
+                    self._table.refuse(failure.token, reason, FailureKind.PREFILL_FAILED)
         return None, None
 
     def next_deadline_s(self) -> float | None:
@@ -253,14 +250,15 @@ class PullBook:
             error = ""
             if not result.ok:
                 error = result.message or f"read failed with code {result.code}"
-                self._fail_pieces(task.chunk, f"reading {head.layer_name!r}: {error}", now_s, self._options.hold_s)
+                reason = f"reading {head.layer_name!r}: {error}"
+                self._fail_pieces(task.chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
             elif not lease_ok:
                 error = "the read lease had run out: Prefill may have reused what was read"
-                self._fail_pieces(task.chunk, error, now_s, 0.0)
+                self._fail_pieces(task.chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
             else:
                 task.chunk.started = True
                 for token, hole in task.chunk.layer_read(task.layer_idx):
-                    self._table.fail(token, hole, now_s)
+                    self._table.fail(token, hole, now_s, kind=FailureKind.INCOMPLETE)
             self._table.end_read(task.read_id, now_s)
             if not error:
                 self._contributors_done(connection, head, now_s)
@@ -414,14 +412,14 @@ class PullBook:
                 child = self._table.get(token) if token is not None else None
                 # The token proves that the sender reads our adverts; a contributor that is bound elsewhere stays so.
                 if child is not None and child.sources.get(head.member, connection) is connection:
-                    self._table.fail(child.spec.token, error, now_s)
+                    self._table.fail(child.spec.token, error, now_s, kind=FailureKind.MESSAGE_REFUSED)
         except (WireError, RequestError):
             pass  # its block lists are malformed as well; the answer below says what was wrong first
         return Answer(encode_read_failed(head.layer_idx, error, head.seq))
 
-    def _fail_pieces(self, chunk: Chunk, reason: str, now_s: float, hold_s: float) -> None:
+    def _fail_pieces(self, chunk: Chunk, reason: str, now_s: float, hold_s: float, kind: FailureKind) -> None:
         for piece in chunk.pieces:
-            self._table.fail(piece.token, reason, now_s, hold_s)
+            self._table.fail(piece.token, reason, now_s, hold_s, kind)
 
     def _fail_source(self, connection: Connection, reason: str, now_s: float) -> None:
         self._table.fail_source(connection, reason, now_s)

@@ -2,17 +2,18 @@
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from rd2h.children import FailureKind
 from rd2h.control import Advert, ControlPlane
 from rd2h.errors import QueueFullError, RequestError
 from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
 from rd2h.params import external_id, parse_remote_prefill, place_of
-from rd2h.stats import TransferStats
+from rd2h.stats import TransferStats, failures_of
 from rd2h.steps import DecodeStep, Pull, Refused
 from rd2h.timeline import Timeline
 from rd2h.vllm_compat import ScheduledRequest
@@ -34,6 +35,8 @@ class Pulling:
 
     state: PullState
     advert: Advert | None
+    reason: str = "Decode could not receive its KV"
+    """Why it failed, once a worker has said so."""
 
 
 class DecodeScheduler:
@@ -78,6 +81,7 @@ class DecodeScheduler:
             advert = self._advertise(request_id, params, prompt_tokens, external_tokens)
         except (RequestError, QueueFullError) as error:
             logger.warning("rd2h: request %s is refused: %s", request_id, error)
+            self.stats.add(**{failures_of(FailureKind.NOT_ADVERTISED): 1})
             self._pulling[request_id] = Pulling(PullState.REFUSED, None)
             self._refused.append(Refused(request_id, str(error), list(main[start:stop])))
             return
@@ -109,6 +113,13 @@ class DecodeScheduler:
                 return  # it can be matched to no rendezvous, so nobody waits for it
             self._withdraw(advert, "aborted", "ended before it was scheduled")
 
+    def note_reasons(self, reasons: Mapping[str, str]) -> None:
+        """Why requests failed on a rank; comes with or before their report."""
+        for request_id, reason in reasons.items():
+            entry = self._pulling.get(request_id)
+            if entry is not None:
+                entry.reason = reason
+
     def received(self, finished: Sequence[str], failed: Sequence[str]) -> None:
         """Workers have reported these requests; vLLM schedules or frees them now."""
         failures = set(failed)
@@ -117,7 +128,7 @@ class DecodeScheduler:
             if entry is None or entry.advert is None or entry.state is PullState.ABORTING:
                 continue
             if request_id in failures:
-                self._withdraw(entry.advert, "failed", "Decode could not receive its KV")
+                self._withdraw(entry.advert, "failed", entry.reason)
             else:
                 self._withdraw(entry.advert, "done", "")
 

@@ -1,5 +1,6 @@
 """Decode's worker half: hands destinations, aborts and failures to the puller and collects what has ended."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ import numpy as np
 from rd2h.children import ChildSpec, Outcome
 from rd2h.decode.puller import Puller
 from rd2h.steps import DecodeStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class DecodeWorker:
         self._refused: list[str] = []
         self._blocks: dict[str, Sequence[int]] = {}
         self._invalid_blocks: set[int] = set()
+        self._reasons: dict[str, str] = {}
         self._ended: list[tuple[str, Sequence[int]]] = []
 
     @property
@@ -70,9 +74,16 @@ class DecodeWorker:
         for finished in self._puller.take_finished():
             results.received.add(finished.request_id)
             if finished.outcome is Outcome.FAILED:
+                logger.warning("rd2h: request %s failed: %s", finished.request_id, finished.reason)
                 results.failed.add(finished.request_id)
+                self._reasons[finished.request_id] = finished.reason
         self._ended = [(request_id, self._blocks.pop(request_id, ())) for request_id in results.received]
         return results
+
+    def take_reasons(self) -> dict[str, str]:
+        """Reasons of failed requests since the last call."""
+        reasons, self._reasons = self._reasons, {}
+        return reasons
 
     def results_with_invalid_blocks(self) -> set[str]:
         """``results`` for a vLLM that learns of failed requests by their blocks."""

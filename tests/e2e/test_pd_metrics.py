@@ -37,4 +37,4 @@ def test_names_and_counts(proxy: ManagedProcess, prefill: ConnectedEngine, decod
         assert time.monotonic() < deadline, "the pulled child was not counted"
         time.sleep(0.05)
     assert counted(prefill.url, "layers_published") >= published + ModelShape().layers
-    assert counted(decode.url, "children_failed") == 0
+    assert Counters.read(decode.url).total("rd2h_children_failed_total", reason="read_error") == 0

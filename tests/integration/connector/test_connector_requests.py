@@ -183,8 +183,10 @@ def test_prefill_step_travels_to_its_worker(make: Make) -> None:
 
 
 def test_reports_of_ranks_are_joined() -> None:
-    joined = WorkerReport([], "").aggregate(WorkerReport([], "the publisher thread is dead"))
+    one = WorkerReport([], reasons={"a": "first", "b": "x"})
+    joined = one.aggregate(WorkerReport([], "the publisher thread is dead", {"a": "second"}))
     assert isinstance(joined, WorkerReport)
+    assert joined.reasons == {"a": "first", "b": "x"}
     assert joined.unhealthy == "the publisher thread is dead"
 
 

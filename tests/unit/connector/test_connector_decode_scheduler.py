@@ -148,6 +148,7 @@ def test_malformed_parameters_fail_that_request_alone(changes: dict[str, Any]) -
     assert given["do_remote_prefill"] is False
     half.received([R], [R])
     assert half.pulling == 1
+    assert half.stats.take() == {"children_failed/not_advertised": 1}
     assert half.step([]).refused == []
     assert control.withdrawn == []
 
@@ -202,6 +203,16 @@ def test_failed() -> None:
     assert control.withdrawn == [(R, "failed", "Decode could not receive its KV")]
     half.finished(R, params(do_remote_prefill=False))
     assert half.step([]).aborts == []
+
+
+def test_a_workers_reason_reaches_the_meta_service() -> None:
+    """It may come with an earlier step than the report, which waits for every rank."""
+    control = RecordingControl()
+    half = pulling(control)
+    half.note_reasons({R: "reading 'l0': connection refused", "unknown": "x"})
+    half.received([], [])
+    half.received([R], [R])
+    assert control.withdrawn == [(R, "failed", "reading 'l0': connection refused")]
 
 
 @pytest.mark.parametrize("failed", [[], [R]])

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from rd2h.children import FailureKind
 from rd2h.config import ConnectorConfig
 from rd2h.connector import SfaRemoteD2HConnector
 from rd2h.metrics import GAUGES, Rd2hPromMetrics, Rd2hStats, metric_name
 from rd2h.offload.config import SparseOffloadConfig
-from rd2h.stats import FIELDS, TransferStats
+from rd2h.stats import FAILURES, FIELDS, TransferStats, failures_of
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 LABELS = ["model_name", "engine"]
@@ -32,17 +33,24 @@ def make(engines: int = 1) -> tuple[Rd2hPromMetrics, CollectorRegistry]:
 
 
 def page(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """(sample name, engine) -> value, without the creation times."""
+    """(sample name, with the reason if it has one, engine) -> value, without the creation times."""
     samples = {}
     for line in generate_latest(registry).decode().splitlines():
-        found = re.fullmatch(r'(\w+)\{engine="(\d+)",model_name="m"\} (\S+)', line)
+        found = re.fullmatch(r'(\w+)\{engine="(\d+)",model_name="m"(?:,reason="(\w+)")?\} (\S+)', line)
         if found and not found[1].endswith("_created"):
-            samples[found[1], found[2]] = float(found[3])
+            name = f"{found[1]}/{found[3]}" if found[3] else found[1]
+            samples[name, found[2]] = float(found[4])
     return samples
 
 
+def counter_samples() -> dict[str, str]:
+    """Statistics name -> sample name of every counter."""
+    names = {name: f"{metric_name(name)}_total" for name in FIELDS if name != FAILURES}
+    return names | {failures_of(kind): f"rd2h_children_failed_total/{kind.value}" for kind in FailureKind}
+
+
 def sample_names() -> set[str]:
-    return {f"{metric_name(name)}_total" for name in FIELDS} | {metric_name(name) for name in GAUGES}
+    return {*counter_samples().values(), *map(metric_name, GAUGES)}
 
 
 def test_every_metric_exists_from_the_start_for_every_engine() -> None:
@@ -52,7 +60,7 @@ def test_every_metric_exists_from_the_start_for_every_engine() -> None:
 
 def test_counters_add_and_gauges_replace() -> None:
     metrics, registry = make(engines=2)
-    for name in FIELDS:
+    for name in counter_samples():
         metrics.observe({name: 2}, 1)
         metrics.observe({name: 0.5}, 1)
     for name in GAUGES:
@@ -60,9 +68,9 @@ def test_counters_add_and_gauges_replace() -> None:
         metrics.observe({name: 3}, 1)
     metrics.observe({"of another build": 1}, 1)
     values = page(registry)
-    for name in FIELDS:
-        assert values[f"{metric_name(name)}_total", "1"] == 2.5
-        assert values[f"{metric_name(name)}_total", "0"] == 0
+    for sample in counter_samples().values():
+        assert values[sample, "1"] == 2.5
+        assert values[sample, "0"] == 0
     for name in GAUGES:
         assert values[metric_name(name), "1"] == 3
 
@@ -128,6 +136,10 @@ def test_document_lists_exactly_the_metrics(heading: str, listed: dict[str, str]
     end = "_total" if heading == "Counters" else ""
     documented = {row[0].strip("`"): row[-1] for row in table("metrics.md", heading)}
     assert documented == {f"{metric_name(name)}{end}": text for name, text in listed.items()}
+
+
+def test_document_lists_exactly_the_reasons() -> None:
+    assert [row[0].strip("`") for row in table("metrics.md", "Reasons of failures")] == [k.value for k in FailureKind]
 
 
 def shown(value: object) -> str:
