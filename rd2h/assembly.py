@@ -177,7 +177,7 @@ def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -
         facts.config.require_registered_decode,
         facts.config.legacy_decode_hosts,
     )
-    half = PrefillScheduler(facts.groups, handshake.contract, rules, control)
+    half = PrefillScheduler(facts.groups, handshake.contract, rules, control, Timeline.from_environment("P"))
     return PrefillSchedulerSide(half, control)
 
 
@@ -268,7 +268,14 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
         encode_layer_map(layout),
         [layer.name for layer in layout.layers],
         slots,
-        PeerInfo(WIRE_VERSION, handshake.generation, handshake.contract.fingerprint(), facts.sizes.tp_size, rank),
+        PeerInfo(
+            WIRE_VERSION,
+            handshake.generation,
+            handshake.contract.fingerprint(),
+            facts.sizes.tp_size,
+            rank,
+            round(config.peer_timeout_s * 1000),
+        ),
     )
     stats = TransferStats()
     failures: list[PrefillWorker] = []

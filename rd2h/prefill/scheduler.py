@@ -13,6 +13,7 @@ from rd2h.layout import Contract
 from rd2h.params import RemoteDecode, external_id, parse_remote_decodes
 from rd2h.prefill.admission import AdmissionRules
 from rd2h.steps import ChildFailure, PrefillStep, Publication
+from rd2h.timeline import Timeline
 from rd2h.vllm_compat import BlockTables, ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ class PrefillScheduler:
         contract: Contract,
         rules: AdmissionRules,
         control: ControlPlane | None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._groups, self._rules, self._control = groups, rules, control
+        self._timeline = timeline or Timeline("P", None)
         self._has_indexer = any(indexer for _, _, indexer, _ in contract.layers)
         self._tables = BlockTables()
         self._requests: dict[str, Published] = {}
@@ -63,6 +66,7 @@ class PrefillScheduler:
                 self._fail(remote.rendezvous_id, [child], reason)
             else:
                 kept.append(child)
+                self._timeline.event("rendezvous", request=child.request_id)
         # Remembered even without children: whoever was refused now has been told.
         self._requests[request_id] = Published(tuple(kept), remote.rendezvous_id, prompt_tokens)
 
