@@ -6,9 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-import grpc
-
-from rd2h_client.errors import MetaError, MetaUnavailableError
+from rd2h_client.errors import MetaError
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_DONE,
@@ -31,14 +29,24 @@ class ChildrenIterator:
     Holds at most two events per expected child, and two more.
     """
 
-    def __init__(
-        self, rendezvous_id: str, expected_children: int, expires_s: float, forget: Callable[[str], None]
-    ) -> None:
-        """`forget` is called with the rendezvous id when the iterator is closed early; `expires_s` is on the clock of
-        the running event loop."""
+    __slots__ = (
+        "_advertised",
+        "_complete",
+        "_ended",
+        "_error",
+        "_events",
+        "_expected",
+        "_forget",
+        "_over",
+        "_rendezvous_id",
+        "_resumed",
+        "_waiter",
+    )
+
+    def __init__(self, rendezvous_id: str, expected_children: int, forget: Callable[[str], None]) -> None:
+        """`forget` is called with the rendezvous id when the iterator is closed early."""
         self._rendezvous_id = rendezvous_id
         self._expected = expected_children
-        self._expires_s = expires_s
         self._forget = forget
         self._events: deque[RendezvousEvent] = deque()
         self._advertised: set[str] = set()
@@ -125,17 +133,8 @@ class ChildrenIterator:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_at(self._expires_s, self._expire)
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
-
-    def _expire(self) -> None:
-        """Longer than the service keeps it: the service must be out of reach."""
-        self._forget(self._rendezvous_id)
-        message = f"rendezvous {self._rendezvous_id!r}: its time limit passed while the meta service was out of reach"
-        self.fail(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))

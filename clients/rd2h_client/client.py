@@ -143,11 +143,8 @@ class MetaClient:
         """
         stream = self._running_stream()
         expires_s = time.monotonic() + ttl_s + _EXPIRY_SLACK_S
-        iterator = ChildrenIterator(rendezvous_id, expected_children, expires_s, self._state.forget_await)
-        request = rendezvous_pb2.AwaitRequest(
-            rendezvous_id=rendezvous_id, expected_children=expected_children, ttl_ms=_milliseconds(ttl_s)
-        )
-        self._state.await_children(request, iterator, expires_s)
+        iterator = ChildrenIterator(rendezvous_id, expected_children, self._state.forget_await)
+        self._state.await_children(rendezvous_id, expected_children, ttl_s, iterator, expires_s)
         stream.kick()
         return iterator
 
@@ -364,7 +361,3 @@ class _Completion:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
-
-
-def _milliseconds(seconds: float) -> int:
-    return min(max(1, round(seconds * 1000)), 2**32 - 1)

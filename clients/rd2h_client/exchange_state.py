@@ -5,6 +5,7 @@ Pure: no gRPC call, no event loop; time comes in. The stream's driver asks it wh
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
     AdvertiseRequest,
-    AwaitRequest,
     Child,
     ChildEnded,
     ExchangeRequest,
@@ -33,6 +33,8 @@ _REPEAT_S = 60.0
 forgotten them, and a late advert must still learn of them."""
 
 _MAX_REPEATED = 8_192
+_SLACK = 64
+"""Deadlines of awaits that are over, tolerated before they are thrown out, beyond the number of open ones."""
 
 OnChildEnded = Callable[[str, ChildEnded], None]
 """Called with the rendezvous id and the end of a child that was advertised here."""
@@ -53,10 +55,11 @@ class AwaitSink(Protocol):
 
 @dataclass(slots=True)
 class _OpenAwait:
-    request: AwaitRequest
+    operation: Operation
     sink: AwaitSink
     expires_s: float
     op_id: int = 0
+    """Operation id under which it was sent last; its result may have come."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class ExchangeState:
         self._on_child_ended = on_child_ended
         self.pending = PendingOperations(2 * max_open)
         self._awaits: dict[str, _OpenAwait] = {}
+        self._await_deadlines: list[tuple[float, str]] = []
         self._adverts: dict[tuple[str, str], _OpenAdvert] = {}
         self._ends: deque[tuple[float, Operation]] = deque(maxlen=_MAX_REPEATED)
         self.service_id = ""
@@ -105,7 +109,7 @@ class ExchangeState:
         operation = Operation()
         request = operation.advertise  # filled in place: a child is copied once on its way
         request.rendezvous_id = rendezvous_id
-        request.ttl_ms = max(1, round((expires_s - now_s) * 1000))
+        request.ttl_ms = _milliseconds(expires_s - now_s)
         request.child.CopyFrom(child)
         advert = _OpenAdvert(request, expires_s)
 
@@ -119,26 +123,37 @@ class ExchangeState:
         advert.op_id = self.pending.submit(operation, deadline_s, advertised)
         self._adverts[key] = advert
 
-    def await_children(self, request: AwaitRequest, sink: AwaitSink, expires_s: float) -> None:
+    def await_children(
+        self, rendezvous_id: str, expected_children: int, ttl_s: float, sink: AwaitSink, expires_s: float
+    ) -> None:
         """Await a rendezvous and keep that up until it is over, refused, `expires_s`, or `forget_await`.
 
         Raises:
             QueueFullError: too many are open.
             ValueError: this client awaits it already.
         """
-        if request.rendezvous_id in self._awaits:
-            raise ValueError(f"rendezvous_id: {request.rendezvous_id!r} is awaited already by this client")
+        if rendezvous_id in self._awaits:
+            raise ValueError(f"rendezvous_id: {rendezvous_id!r} is awaited already by this client")
         if len(self._awaits) >= self._max_open:
             raise QueueFullError(f"{self._max_open} awaits are open")
-        waiting = _OpenAwait(request, sink, expires_s)
-        self._send_await(waiting)
-        self._awaits[request.rendezvous_id] = waiting
+        operation = Operation()
+        request = operation.await_children
+        request.rendezvous_id = rendezvous_id
+        request.expected_children = expected_children
+        request.ttl_ms = _milliseconds(ttl_s)
+        waiting = _OpenAwait(operation, sink, expires_s)
+        self._send_await(rendezvous_id, waiting)
+        self._awaits[rendezvous_id] = waiting
+        heapq.heappush(self._await_deadlines, (expires_s, rendezvous_id))
 
     def forget_await(self, rendezvous_id: str) -> None:
         """Stop awaiting."""
         waiting = self._awaits.pop(rendezvous_id, None)
         if waiting is not None:
             self.pending.drop(waiting.op_id)
+            if len(self._await_deadlines) > 2 * len(self._awaits) + _SLACK:
+                self._await_deadlines = [(entry.expires_s, name) for name, entry in self._awaits.items()]
+                heapq.heapify(self._await_deadlines)
 
     def end(self, operation: Operation, now_s: float, deadline_s: float, done: Done) -> None:
         """Send a cancel, withdraw or report_failure. A withdrawn advert is no longer kept up."""
@@ -154,10 +169,13 @@ class ExchangeState:
         """A new stream starts: what the service may not know is to be sent again, in an order that is safe."""
         unanswered = self.pending.restart()
         waiting_for_result = set(unanswered)
-        for waiting in list(self._awaits.values()):
+        for rendezvous_id, waiting in self._awaits.items():
             waiting.sink.resume()
             if waiting.op_id not in waiting_for_result:
-                self._await_again(waiting, now_s)
+                left_ms = _milliseconds(waiting.expires_s - now_s)
+                request = waiting.operation.await_children
+                request.ttl_ms = min(request.ttl_ms, left_ms)
+                self._send_await(rendezvous_id, waiting, again=True)
         for key, advert in list(self._adverts.items()):
             if advert.op_id not in waiting_for_result:
                 self._advertise_again(key, advert, now_s)
@@ -177,6 +195,23 @@ class ExchangeState:
         for event in response.events:
             self._receive_event(event)
 
+    def next_wake_s(self) -> float:
+        """Return when `wake` may have something to do at the earliest; infinity when never."""
+        due_s = self.pending.next_wake_s()
+        return min(due_s, self._await_deadlines[0][0]) if self._await_deadlines else due_s
+
+    def wake(self, now_s: float) -> None:
+        """Send again what was delayed until now, and give up what has waited too long."""
+        self.pending.wake(now_s)
+        while self._await_deadlines and self._await_deadlines[0][0] <= now_s:
+            expires_s, rendezvous_id = heapq.heappop(self._await_deadlines)
+            waiting = self._awaits.get(rendezvous_id)
+            if waiting is not None and waiting.expires_s == expires_s:
+                # Longer than the service keeps it, and it has not said that it is over.
+                self.forget_await(rendezvous_id)
+                message = f"rendezvous {rendezvous_id!r}: its time limit passed with the meta service out of reach"
+                waiting.sink.fail(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+
     def fail_all(self, error: MetaError) -> None:
         """The service refuses this client altogether (a wrong token, say): nothing pending can succeed."""
         for rendezvous_id, waiting in list(self._awaits.items()):
@@ -194,34 +229,21 @@ class ExchangeState:
 
         self.pending.submit(operation, deadline_s, ended, again)
 
-    def _send_await(self, waiting: _OpenAwait, again: bool = False) -> None:
-        rendezvous_id = waiting.request.rendezvous_id
-
+    def _send_await(self, rendezvous_id: str, waiting: _OpenAwait, again: bool = False) -> None:
         def answered(error: MetaError | None) -> None:
             if error is not None and self._awaits.get(rendezvous_id) is waiting:
                 del self._awaits[rendezvous_id]
                 waiting.sink.fail(error)
 
-        # The caller's own time limit ends it: `forget_await`.
-        operation = Operation(await_children=waiting.request)
-        waiting.op_id = self.pending.submit(operation, NO_DEADLINE, answered, again)
-
-    def _await_again(self, waiting: _OpenAwait, now_s: float) -> None:
-        left_s = waiting.expires_s - now_s
-        if left_s <= 0:
-            self.forget_await(waiting.request.rendezvous_id)
-            message = "await_children: its time limit passed while the meta service was away"
-            waiting.sink.fail(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
-            return
-        waiting.request.ttl_ms = max(1, min(waiting.request.ttl_ms, round(left_s * 1000)))
-        self._send_await(waiting, again=True)
+        # It has a time limit of its own: `wake`.
+        waiting.op_id = self.pending.submit(waiting.operation, NO_DEADLINE, answered, again)
 
     def _advertise_again(self, key: tuple[str, str], advert: _OpenAdvert, now_s: float) -> None:
         left_s = advert.expires_s - now_s
         if left_s <= 0:
             self._child_ended(key, OUTCOME_EXPIRED, "its time limit passed while the meta service was away")
             return
-        advert.request.ttl_ms = max(1, round(left_s * 1000))
+        advert.request.ttl_ms = _milliseconds(left_s)
 
         def answered(error: MetaError | None) -> None:
             if error is None or self._adverts.get(key) is not advert or isinstance(error, MetaUnavailableError):
@@ -257,3 +279,7 @@ class ExchangeState:
 
 def _ignore(error: MetaError | None) -> None:
     """Said again for late joiners only; nobody waits for the result."""
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(1, round(seconds * 1000)), 2**32 - 1)

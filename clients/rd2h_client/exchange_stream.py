@@ -112,7 +112,7 @@ class ExchangeStream:
             return
 
     def _set_timer(self) -> None:
-        due_s = self._state.pending.next_wake_s()
+        due_s = self._state.next_wake_s()
         if due_s >= self._timer_due_s:
             return
         if self._timer is not None:
@@ -123,6 +123,6 @@ class ExchangeStream:
 
     def _on_timer(self) -> None:
         self._timer_due_s = float("inf")
-        self._state.pending.wake(time.monotonic() + 0.001)
+        self._state.wake(time.monotonic() + 0.001)
         self._wake.set()
         self._set_timer()

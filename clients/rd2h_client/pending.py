@@ -91,7 +91,11 @@ class PendingOperations:
                 # Only lists of request ids make an operation large; measuring each would cost more than sending it.
                 if entry.operation.HasField("report_failure"):
                     size_bytes += entry.operation.ByteSize()
-        return ExchangeRequest(operations=operations) if operations else None
+        if not operations:
+            return None
+        request = ExchangeRequest()
+        request.operations.extend(operations)
+        return request
 
     def receive(self, result: OperationResult, now_s: float) -> None:
         """Take over a refusal. Refusals for now are tried again until the operation's deadline."""

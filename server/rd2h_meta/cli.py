@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -97,6 +98,11 @@ async def _serve(config: MetaConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     server = MetaServer(config)
     await server.start()
+    # What is loaded by now stays. And the tables hold many small objects without cycles: the collector's usual haste
+    # would cost more than the work itself.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     print(f"rd2h meta: serving on {server.address}", flush=True)
     if server.probe_address:
         print(f"rd2h meta: probes on {server.probe_address}", flush=True)

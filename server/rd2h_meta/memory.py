@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Outcome, RendezvousClosed, RendezvousEvent
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Outcome, RendezvousEvent
 
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.rendezvous_record import ChildEnd
@@ -28,9 +28,10 @@ class EndedRendezvous:
 
     def closed_event(self, rendezvous_id: str) -> RendezvousEvent:
         """Return the event that says that it is over."""
-        return RendezvousEvent(
-            rendezvous_id=rendezvous_id, closed=RendezvousClosed(outcome=self.outcome, reason=self.reason)
-        )
+        event = RendezvousEvent(rendezvous_id=rendezvous_id)
+        event.closed.outcome = self.outcome
+        event.closed.reason = self.reason
+        return event
 
     def replay(self, rendezvous_id: str) -> Iterator[RendezvousEvent]:
         """Yield what a waiter who comes now has missed."""

@@ -63,7 +63,9 @@ class Outbox:
         results = _take(self._results, MAX_ENTRIES_PER_MESSAGE)
         events = _take(self._events, MAX_ENTRIES_PER_MESSAGE - len(results))
         self._room += len(succeeded) + len(results) + len(events)
-        return ExchangeResponse(succeeded=succeeded, results=results, events=events)
+        response = ExchangeResponse(succeeded=succeeded, results=results)
+        response.events.extend(events)
+        return response
 
     def _take_room(self) -> bool:
         self._ready.set()

@@ -18,7 +18,14 @@ from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, Limit
 from rd2h_meta.expiry import ExpiryQueue
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.memory import RendezvousMemory
-from rd2h_meta.rendezvous_record import ChildEnd, LiveChild, RendezvousRecord, outcome_name
+from rd2h_meta.rendezvous_record import (
+    NEVER_S,
+    ChildEnd,
+    LiveChild,
+    RendezvousRecord,
+    advertised_event,
+    outcome_name,
+)
 from rd2h_meta.rendezvous_stats import RendezvousStats
 
 Emit = Callable[[int, RendezvousEvent], None]
@@ -76,9 +83,6 @@ class RendezvousTable:
         validation.check_rendezvous_id(rendezvous_id)
         validation.check_child(child)
         request_id = child.request_id
-        remembered = self._memory.get(rendezvous_id)
-        if remembered is not None:
-            raise _ended_error(rendezvous_id, request_id, *remembered.end_of(request_id))
         deadline_s = now_s + self._clamp_ttl_s(ttl_s)
         record = self._open.get(rendezvous_id)
         if record is not None:
@@ -90,6 +94,8 @@ class RendezvousTable:
                 self._renew_child(rendezvous_id, record, known, child, deadline_s, subscriber)
                 return
             record.check_room(rendezvous_id, self._limits.max_children)
+        elif (remembered := self._memory.get(rendezvous_id)) is not None:
+            raise _ended_error(rendezvous_id, request_id, *remembered.end_of(request_id))
         if self._live_children >= self._limits.max_live_children:
             raise LimitError(f"{self._limits.max_live_children} children are live", self._limits.retry_after_s)
         if record is None:
@@ -98,9 +104,11 @@ class RendezvousTable:
         self._live_children += 1
         self.stats.advertised += 1
         self._extend_if_unawaited(record, deadline_s)
-        self._look_at(rendezvous_id, record, deadline_s)
-        self._tell(record.waiters, RendezvousEvent(rendezvous_id=rendezvous_id, advertised=child))
-        self._tell_if_complete(rendezvous_id, record)
+        if deadline_s < record.scheduled_s:
+            self._look_at(rendezvous_id, record, deadline_s)
+        if record.waiters:
+            self._tell(record.waiters, advertised_event(rendezvous_id, child))
+            self._tell_if_complete(rendezvous_id, record)
 
     def await_children(
         self, rendezvous_id: str, expected_children: int, ttl_s: float, subscriber: int, now_s: float
@@ -113,19 +121,26 @@ class RendezvousTable:
         validation.check_rendezvous_id(rendezvous_id)
         if not 1 <= expected_children <= self._limits.max_children:
             raise InvalidFieldError("expected_children", expected_children, f"1..{self._limits.max_children}")
-        remembered = self._memory.get(rendezvous_id)
-        if remembered is not None:
-            self._tell_all(subscriber, remembered.replay(rendezvous_id))
-            return
         deadline_s = now_s + self._clamp_ttl_s(ttl_s)
-        record = self._open.get(rendezvous_id) or self._create(rendezvous_id, deadline_s)
+        record = self._open.get(rendezvous_id)
+        known = record is not None
+        if record is None:
+            remembered = self._memory.get(rendezvous_id)
+            if remembered is not None:
+                self._tell_all(subscriber, remembered.replay(rendezvous_id))
+                return
+            record = self._create(rendezvous_id, deadline_s)
         record.expect(rendezvous_id, expected_children, deadline_s)
-        record.note_complete()
-        record.waiters.add(subscriber)
-        self._awaited_by.setdefault(subscriber, set()).add(rendezvous_id)
-        self._look_at(rendezvous_id, record, deadline_s)
-        self._tell_all(subscriber, record.replay(rendezvous_id))
-        self._close_if_all_ended(rendezvous_id, record, now_s)
+        record.add_waiter(subscriber)
+        awaited = self._awaited_by.get(subscriber)
+        if awaited is None:
+            awaited = self._awaited_by[subscriber] = set()
+        awaited.add(rendezvous_id)
+        if known:
+            record.note_complete()
+            self._look_at(rendezvous_id, record, deadline_s)
+            self._tell_all(subscriber, record.replay(rendezvous_id))
+            self._close_if_all_ended(rendezvous_id, record, now_s)
 
     def cancel(self, rendezvous_id: str, outcome: Outcome, reason: str, now_s: float) -> None:
         """End a whole rendezvous. Unknown ones are remembered, so that a late advert learns of it.
@@ -173,13 +188,13 @@ class RendezvousTable:
     def drop_subscriber(self, subscriber: int) -> None:
         """A stream is gone. What it advertised and awaited lives on until its time limit."""
         for rendezvous_id in self._awaited_by.pop(subscriber, ()):
-            self._open[rendezvous_id].waiters.discard(subscriber)
+            self._open[rendezvous_id].drop_waiter(subscriber)
 
     def expire(self, now_s: float) -> None:
         """End what has run out by `now_s`, and forget what was remembered long enough."""
         for rendezvous_id in self._expiry.pop_due(now_s):
             record = self._open[rendezvous_id]
-            record.scheduled_s = float("inf")
+            record.scheduled_s = NEVER_S
             if record.deadline_s <= now_s:
                 self._close(rendezvous_id, OUTCOME_EXPIRED, _LIFE_OVER, now_s)
                 continue
@@ -228,9 +243,11 @@ class RendezvousTable:
     def _end_children(
         self, rendezvous_id: str, request_ids: tuple[str, ...], end: ChildEnd, subscriber: int, now_s: float
     ) -> None:
-        if self._memory.get(rendezvous_id) is not None:
-            return
-        record = self._open.get(rendezvous_id) or self._create(rendezvous_id, now_s + self._limits.memory_s)
+        record = self._open.get(rendezvous_id)
+        if record is None:
+            if self._memory.get(rendezvous_id) is not None:
+                return
+            record = self._create(rendezvous_id, now_s + self._limits.memory_s)
         for request_id in request_ids:
             if request_id in record.ended:
                 continue
@@ -269,9 +286,11 @@ class RendezvousTable:
 
     def _close(self, rendezvous_id: str, outcome: Outcome, reason: str, now_s: float) -> None:
         """Move a rendezvous from the open ones to the memory. Closing again changes nothing."""
-        if self._memory.get(rendezvous_id) is not None:
-            return
-        record = self._open.pop(rendezvous_id, None) or RendezvousRecord(now_s)
+        record = self._open.pop(rendezvous_id, None)
+        if record is None:
+            if self._memory.get(rendezvous_id) is not None:
+                return
+            record = RendezvousRecord(now_s)
         self._expiry.discard(rendezvous_id)
         for request_id, live in record.live.items():
             end = ChildEnd(outcome, reason, live.child.prompt_index, live.child.choice_index)
@@ -313,8 +332,10 @@ class RendezvousTable:
             self._expiry.set(rendezvous_id, deadline_s)
 
     def _clamp_ttl_s(self, ttl_s: float) -> float:
-        wished = ttl_s or self._limits.default_ttl_s
-        return min(max(wished, self._limits.min_ttl_s), self._limits.max_ttl_s)
+        limits = self._limits
+        if limits.min_ttl_s <= ttl_s <= limits.max_ttl_s:
+            return ttl_s
+        return min(max(ttl_s or limits.default_ttl_s, limits.min_ttl_s), limits.max_ttl_s)
 
 
 def _ended_error(rendezvous_id: str, request_id: str, outcome: Outcome, reason: str) -> EndedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
@@ -12,9 +12,7 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
     Child,
-    ChildEnded,
     Outcome,
-    RendezvousComplete,
     RendezvousEvent,
 )
 
@@ -29,6 +27,13 @@ def outcome_name(outcome: Outcome) -> str:
     return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
 
 
+def advertised_event(rendezvous_id: str, child: Child) -> RendezvousEvent:
+    """Return the event that tells of an advert. (Filling a message in is three times as fast as its constructor.)"""
+    event = RendezvousEvent(rendezvous_id=rendezvous_id)
+    event.advertised.CopyFrom(child)
+    return event
+
+
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
     """How a child ended."""
@@ -40,14 +45,14 @@ class ChildEnd:
 
     def event(self, rendezvous_id: str, request_id: str) -> RendezvousEvent:
         """Return the event that tells of it."""
-        ended = ChildEnded(
-            request_id=request_id,
-            outcome=self.outcome,
-            reason=self.reason,
-            prompt_index=self.prompt_index,
-            choice_index=self.choice_index,
-        )
-        return RendezvousEvent(rendezvous_id=rendezvous_id, child_ended=ended)
+        event = RendezvousEvent(rendezvous_id=rendezvous_id)
+        ended = event.child_ended
+        ended.request_id = request_id
+        ended.outcome = self.outcome
+        ended.reason = self.reason
+        ended.prompt_index = self.prompt_index
+        ended.choice_index = self.choice_index
+        return event
 
 
 @dataclass(slots=True)
@@ -73,19 +78,37 @@ class RendezvousState(enum.Enum):
     """All expected children have advertised or ended."""
 
 
-@dataclass(slots=True)
-class RendezvousRecord:
-    """An open rendezvous. `deadline_s` is when it expires; children have deadlines of their own."""
+NEVER_S = float("inf")
+"""Deadline of what is not queued."""
 
-    deadline_s: float
-    expected_children: int = 0
-    """0 until somebody awaits."""
-    state: RendezvousState = RendezvousState.GATHERING
-    live: dict[str, LiveChild] = field(default_factory=dict)
-    ended: dict[str, ChildEnd] = field(default_factory=dict)
-    waiters: set[int] = field(default_factory=set)
-    scheduled_s: float = float("inf")
-    """Deadline under which the table has queued this record; never later than the earliest one of it."""
+
+class RendezvousRecord:
+    """An open rendezvous. Made for every request, so it is kept small: a tuple of waiters (there is nearly always one)
+    costs less than a set."""
+
+    __slots__ = ("deadline_s", "ended", "expected_children", "live", "scheduled_s", "state", "waiters")
+
+    def __init__(self, deadline_s: float) -> None:
+        """`deadline_s` is when it expires; children have deadlines of their own."""
+        self.deadline_s = deadline_s
+        self.expected_children = 0
+        """0 until somebody awaits."""
+        self.state = RendezvousState.GATHERING
+        self.live: dict[str, LiveChild] = {}
+        self.ended: dict[str, ChildEnd] = {}
+        self.waiters: tuple[int, ...] = ()
+        """Subscribers that await it."""
+        self.scheduled_s = NEVER_S
+        """Deadline under which the table has queued this record; never later than the earliest one of it."""
+
+    def add_waiter(self, subscriber: int) -> None:
+        """Note who awaits it."""
+        if subscriber not in self.waiters:
+            self.waiters = (*self.waiters, subscriber)
+
+    def drop_waiter(self, subscriber: int) -> None:
+        """Forget a waiter."""
+        self.waiters = tuple(waiter for waiter in self.waiters if waiter != subscriber)
 
     @property
     def known_children(self) -> int:
@@ -141,7 +164,10 @@ class RendezvousRecord:
         """Return outcome and reason when every expected child has ended, else None."""
         if self.live or len(self.ended) != self.expected_children:
             return None
-        worst = max(self.ended.values(), key=lambda end: _SEVERITY.index(end.outcome))
+        if len(self.ended) == 1:
+            (worst,) = self.ended.values()
+        else:
+            worst = max(self.ended.values(), key=lambda end: _SEVERITY.index(end.outcome))
         return worst.outcome, worst.reason
 
     def replay(self, rendezvous_id: str) -> Iterator[RendezvousEvent]:
@@ -149,14 +175,17 @@ class RendezvousRecord:
         for request_id, end in self.ended.items():
             yield end.event(rendezvous_id, request_id)
         for live in self.live.values():
-            yield RendezvousEvent(rendezvous_id=rendezvous_id, advertised=live.child)
+            yield advertised_event(rendezvous_id, live.child)
         if self.state is RendezvousState.COMPLETE:
             yield self.complete_event(rendezvous_id)
 
     def complete_event(self, rendezvous_id: str) -> RendezvousEvent:
         """Return the event that says that all expected children are known."""
-        complete = RendezvousComplete(live_children=len(self.live))
-        return RendezvousEvent(rendezvous_id=rendezvous_id, complete=complete)
+        event = RendezvousEvent(rendezvous_id=rendezvous_id)
+        event.complete.live_children = len(self.live)
+        if not self.live:
+            event.complete.SetInParent()  # 0 alone would not be sent
+        return event
 
     def next_deadline_s(self) -> float:
         """Return when this record must be looked at next."""

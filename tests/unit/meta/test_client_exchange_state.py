@@ -9,7 +9,6 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
-    AwaitRequest,
     CancelRequest,
     ChildEnded,
     ExchangeResponse,
@@ -115,22 +114,35 @@ def test_ends_are_said_again_for_a_minute() -> None:
 def test_an_await_is_said_again_with_the_life_that_is_left_or_fails() -> None:
     bench = Bench()
     sink = Sink()
-    bench.state.await_children(AwaitRequest(rendezvous_id="r", expected_children=1, ttl_ms=50_000), sink, 50.0)
+    bench.state.await_children("r", 1, 50.0, sink, 50.0)
     bench.answer_all()
     bench.state.reconnected(20.0)
     (again,) = bench.sent()
     assert (again.await_children.ttl_ms, sink.resumed) == (30_000, 1)
     bench.state.receive(ExchangeResponse(succeeded=[again.op_id]), 20.0)
+    assert bench.state.next_wake_s() <= 50.0
+    bench.state.wake(49.9)
+    assert sink.error is None
+    bench.state.wake(50.0)
     bench.state.reconnected(50.0)
     assert bench.sent() == []
     assert isinstance(sink.error, MetaUnavailableError)
     assert bench.state.open_awaits == 0
 
 
+def test_memory_of_await_deadlines_follows_what_is_open() -> None:
+    bench = Bench()
+    for number in range(10_000):
+        bench.state.await_children(f"r{number}", 1, 50.0, Sink(), 50.0)
+        bench.state.forget_await(f"r{number}")
+    assert len(bench.state._await_deadlines) < 200
+    assert len(bench.state.pending) == 0
+
+
 def test_a_refused_await_fails() -> None:
     bench = Bench()
     sink = Sink()
-    bench.state.await_children(AwaitRequest(rendezvous_id="r"), sink, 50.0)
+    bench.state.await_children("r", 1, 50.0, sink, 50.0)
     bench.answer_all(3, "expected_children: got 0")
     assert isinstance(sink.error, MetaRefusedError)
     assert bench.state.open_awaits == 0
@@ -143,9 +155,9 @@ def test_bounds() -> None:
     with pytest.raises(QueueFullError, match="1 adverts are open"):
         bench.advertise("b")
     bench.answer_all()
-    bench.state.await_children(AwaitRequest(rendezvous_id="r"), Sink(), 50.0)
+    bench.state.await_children("r", 1, 50.0, Sink(), 50.0)
     with pytest.raises(QueueFullError, match="1 awaits are open"):
-        bench.state.await_children(AwaitRequest(rendezvous_id="s"), Sink(), 50.0)
+        bench.state.await_children("s", 1, 50.0, Sink(), 50.0)
 
 
 def test_fail_all_reaches_awaits_and_operations_but_keeps_adverts_that_stand() -> None:
@@ -153,7 +165,7 @@ def test_fail_all_reaches_awaits_and_operations_but_keeps_adverts_that_stand() -
     sink = Sink()
     bench.advertise("stands")
     bench.answer_all()
-    bench.state.await_children(AwaitRequest(rendezvous_id="r"), sink, 50.0)
+    bench.state.await_children("r", 1, 50.0, sink, 50.0)
     bench.advertise("new")
     bench.state.fail_all(MetaRefusedError(grpc.StatusCode.UNAUTHENTICATED, "no"))
     assert isinstance(sink.error, MetaRefusedError)

@@ -16,7 +16,6 @@ from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_DONE,
-    AwaitRequest,
     CancelRequest,
     ChildEnded,
     ExchangeRequest,
@@ -91,11 +90,10 @@ class PlaneMachine(RuleBasedStateMachine):
     def proxy_awaits(self, rid: str) -> None:
         if rid in self.awaits:
             return
-        iterator = ChildrenIterator(rid, EXPECTED, LONG_S, self.proxy.state.forget_await)
+        iterator = ChildrenIterator(rid, EXPECTED, self.proxy.state.forget_await)
         self.awaits[rid] = iterator
         self.seen[rid] = []
-        request = AwaitRequest(rendezvous_id=rid, expected_children=EXPECTED)
-        self.proxy.state.await_children(request, iterator, LONG_S)
+        self.proxy.state.await_children(rid, EXPECTED, LONG_S, iterator, LONG_S)
 
     @rule(rid=RENDEZVOUS, name=CHILDREN)
     def decode_advertises(self, rid: str, name: str) -> None:
