@@ -343,6 +343,12 @@ class PullBook:
         if d_rank != self._destination.d_rank:
             raise TopologyError(f"Prefill rank {peer.tp_rank} belongs to Decode rank {d_rank}")
         connection.contributor = (mapping.member(peer.tp_rank), mapping.ratio)
+        own_ms = round(self._options.peer_timeout_s * 1000)
+        if 0 < peer.peer_timeout_ms < own_ms:
+            # It would reuse memory while the read lease of this side still runs.
+            raise RequestError(
+                f"peer_timeout_s is {peer.peer_timeout_ms / 1000:g} on Prefill, {own_ms / 1000:g} on Decode"
+            )
         if self._options.fingerprint and peer.fingerprint != self._options.fingerprint:
             raise LayoutError("layout fingerprint differs between Prefill and Decode")
 

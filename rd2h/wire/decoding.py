@@ -343,4 +343,11 @@ def _peer_info(values: Mapping[object, object]) -> PeerInfo:
     tp_size, tp_rank = extension.unsigned("p_tp"), extension.unsigned("p_rank")
     if tp_rank >= tp_size:
         raise WireError(f"{TAG_MF_META!r}: p_rank {tp_rank} is not below p_tp {tp_size}")
-    return PeerInfo(extension.unsigned("v"), extension.unsigned("p_gen"), extension.binary("fp"), tp_size, tp_rank)
+    return PeerInfo(
+        extension.unsigned("v"),
+        extension.unsigned("p_gen"),
+        extension.binary("fp"),
+        tp_size,
+        tp_rank,
+        extension.unsigned("p_to") if "p_to" in values else 0,
+    )

@@ -42,6 +42,8 @@ def encode_mf_meta(session: str, encoded_layers: bytes, peer: PeerInfo | None) -
         "p_tp": peer.tp_size,
         "p_rank": peer.tp_rank,
     }
+    if peer.peer_timeout_ms:
+        extension["p_to"] = peer.peer_timeout_ms
     return _pack((TAG_MF_META, session, encoded_layers, extension))
 
 

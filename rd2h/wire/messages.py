@@ -37,6 +37,8 @@ class PeerInfo:
     fingerprint: bytes
     tp_size: int
     tp_rank: int
+    peer_timeout_ms: int = 0
+    """After how long a silence Prefill gives a Decode up; 0: it did not say."""
 
 
 @dataclass(frozen=True, slots=True)
