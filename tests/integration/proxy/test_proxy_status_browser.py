@@ -107,7 +107,7 @@ async def test_the_page_shows_what_happens_and_renews_itself(meta: str, tmp_path
         request = asyncio.create_task(c.post({"prompt": "x"}))
         await until(lambda: c.prefill.active == 1, "a request is on Prefill")
         loads = tab.loads
-        await until(lambda: tab.loads > loads, "the page renews itself")
+        await until(lambda: tab.loads > loads, "the page renews itself", 60)
         assert await tab.value("document.getElementById('in-flight').innerText") == "1"
         c.prefill.gate.set()
         await request
