@@ -7,7 +7,6 @@ means. The puller around it only moves bytes between sockets, engine and this bo
 import logging
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
 from rd2h.decode.chunks import Chunk, Shares
@@ -15,11 +14,12 @@ from rd2h.decode.connection import MAX_JOBS, Connection, Job
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import Received
+from rd2h.decode.steps import Answer, ReadTask
 from rd2h.engines import ReadResult
 from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
 from rd2h.layout import decode_layer_map
 from rd2h.lease import ReadLease
-from rd2h.plan import Descriptors, LayerPair
+from rd2h.plan import LayerPair
 from rd2h.stats import TransferStats, failures_of
 from rd2h.topology import TpMapping
 from rd2h.wire import (
@@ -40,33 +40,7 @@ from rd2h.wire import (
 
 logger = logging.getLogger(__name__)
 
-
-class Answer(NamedTuple):
-    """What to do next for a connection: open a session, or send ``payload`` (nothing when empty)."""
-
-    payload: bytes = b""
-    open_session: str | None = None
-
-
-class ReadTask(NamedTuple):
-    """One batched read that may start now; ``finish_read`` must follow."""
-
-    head: ReadyHead
-    chunk: Chunk
-    layer_idx: int
-    session: str
-    descriptors: Descriptors
-    read_id: int
-
-    @property
-    def nothing_to_read(self) -> bool:
-        """No block falls to this rank, or every request was refused; the layer is acknowledged all the same."""
-        return len(self.descriptors.lengths) == 0
-
-    @property
-    def request_ids(self) -> Sequence[str]:
-        """Decode's request ids that the read concerns."""
-        return [piece.child.spec.request_id for piece in self.chunk.pieces]
+MAX_STRANGERS = 1024
 
 
 class PullBook:
@@ -80,6 +54,8 @@ class PullBook:
         self._parked: dict[bytes, float] = {}
         self._trusted: frozenset[int] = frozenset()
         self._closed = False
+        self._strangers: set[str] = set()
+        """Addresses without a connection that have sent a malformed frame, which is logged once."""
         self.connections: dict[bytes, Connection] = {}
 
     # --- from the connector ---
@@ -439,7 +415,11 @@ class PullBook:
 
     def _malformed(self, connection: Connection | None, received: Received, error: WireError) -> None:
         self._stats.add(frames_malformed=1)
-        if connection is None or not connection.complained:
-            logger.warning("rd2h: malformed frame from %s: %s", received.address or "a Prefill", error)
         if connection is not None:
-            connection.complained = True
+            known, connection.complained = connection.complained, True
+        else:
+            known = received.address in self._strangers
+            if len(self._strangers) < MAX_STRANGERS:
+                self._strangers.add(received.address)
+        if not known:
+            logger.warning("rd2h: malformed frame from %s: %s", received.address or "a Prefill", error)

@@ -17,12 +17,13 @@ import time
 from collections.abc import Sequence
 
 from rd2h.children import ChildSpec, Finished
-from rd2h.decode.book import Answer, PullBook, ReadTask
+from rd2h.decode.book import PullBook
 from rd2h.decode.connection import Connection
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import SharedRouter
 from rd2h.decode.service import ServiceQueue
+from rd2h.decode.steps import Answer, ReadTask
 from rd2h.engines import READ_OK, TransferEngine
 from rd2h.errors import EngineError
 from rd2h.stats import TransferStats

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from typing import Any
+from typing import Any, Self
 
 import zmq
 from harness.plans import DecodeAddress
@@ -74,8 +74,13 @@ class ScriptedDecode:
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close(0)
-        self._context.term()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class ScriptedPrefill:
@@ -125,5 +130,10 @@ class ScriptedPrefill:
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close(0)
-        self._context.term()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness.worker import Worker
+
+pytest.register_assert_rewrite("harness.pair", "harness.waiting", "harness.scripted")
+
+from harness.worker import Worker  # noqa: E402 (after the line above, which concerns it)
 
 TakeWorker = Callable[[], Worker]
 

@@ -100,11 +100,10 @@ def test_p2_messages_for_the_old_generation_have_no_effect(take_worker: TakeWork
     prefill.publish(parts(good, decode.address))
     decode.wait_reported(good, "done")
     # A Prefill that does not check is refused by Decode itself.
-    raw = _connect(prefill, decode)
-    request = encode_read_requests([])
-    raw.send(encode_ready(0, "model.layers.0.self_attn.attn", request, (), 0, 1, (77, 5, ())))
-    answer = raw.receive()
-    raw.close()
+    with _connect(prefill, decode) as raw:
+        request = encode_read_requests([])
+        raw.send(encode_ready(0, "model.layers.0.self_attn.attn", request, (), 0, 1, (77, 5, ())))
+        answer = raw.receive()
     assert isinstance(answer, ReadFailed)
     assert answer.seq == 5
     assert "generation" in answer.error
@@ -226,17 +225,16 @@ def test_p6_malformed_replies(take_worker: TakeWorker, scripted: Callable[..., S
 def test_p6_malformed_messages(take_worker: TakeWorker) -> None:
     prefill = Prefill.start(take_worker(), SPEC)
     decode = Decode.start(take_worker(), SPEC, trusted=[prefill.generation])
-    raw = _connect(prefill, decode)
     whole = encode_ready(0, "model.layers.0.self_attn.attn", encode_read_requests([]), (), 0, 1, (1, 2, ()))
-    for cut in range(len(whole)):
-        raw.send(whole[:cut])
-    raw.send(b"\xc1")
-    raw.send(b"one", b"two", b"three")
-    raw.send(b"", encode_ping(1, 2))
-    assert raw.receive_raw()  # the ping behind an empty delimiter is answered
-    counted = wait_for("counted", lambda: decode.worker.call("stats").get("frames_malformed", 0))
-    assert counted == len(whole) + 2
-    raw.close()
+    with _connect(prefill, decode) as raw:
+        for cut in range(len(whole)):
+            raw.send(whole[:cut])
+        raw.send(b"\xc1")
+        raw.send(b"one", b"two", b"three")
+        raw.send(b"", encode_ping(1, 2))
+        assert raw.receive_raw()  # the ping behind an empty delimiter is answered
+        counted = wait_for("counted", lambda: decode.worker.call("stats").get("frames_malformed", 0))
+        assert counted == len(whole) + 2
     child = Prompts(SPEC).child(4)
     decode.add(child)
     decode.expect(child)

@@ -28,9 +28,7 @@ def test_ring_of_buffers(take_worker: Callable[[], Worker], chunks: int) -> None
     layers_read = 0
     prompts = Prompts(SOURCE)
     for chunk in range(chunks):
-        children: list[tuple[Decode, Child]] = [
-            (d, prompts.child(BLOCKS)) for d in decodes for _ in range(REQUESTS // 2)
-        ]
+        children = [(d, prompts.child(BLOCKS)) for d in decodes for _ in range(REQUESTS // 2)]
         for decode, child in children:
             decode.add(child)
             decode.expect(child)

@@ -1,0 +1,36 @@
+"""What a serving thread is told to do next for a connection."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rd2h.decode.chunks import Chunk
+from rd2h.plan import Descriptors
+from rd2h.wire import ReadyHead
+
+
+class Answer(NamedTuple):
+    """What to do next for a connection: open a session, or send ``payload`` (nothing when empty)."""
+
+    payload: bytes = b""
+    open_session: str | None = None
+
+
+class ReadTask(NamedTuple):
+    """One batched read that may start now; ``finish_read`` must follow."""
+
+    head: ReadyHead
+    chunk: Chunk
+    layer_idx: int
+    session: str
+    descriptors: Descriptors
+    read_id: int
+
+    @property
+    def nothing_to_read(self) -> bool:
+        """No block falls to this rank, or every request was refused; the layer is acknowledged all the same."""
+        return len(self.descriptors.lengths) == 0
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """Decode's request ids that the read concerns."""
+        return [piece.child.spec.request_id for piece in self.chunk.pieces]
