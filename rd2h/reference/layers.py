@@ -69,6 +69,25 @@ class RmsNorm(nn.Module):
         return features * torch.rsqrt(mean_square + self._epsilon) * self.weight
 
 
+class TokenEmbedding(nn.Module):
+    """Vectors of token ids, the whole table on every rank.
+
+    vLLM's own embedding compiles C++ in its first step under tensor parallelism, which takes a minute on two cores.
+    """
+
+    def __init__(self, vocabulary: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, size, dtype=torch.float64), requires_grad=False)
+
+    def load(self, weight: torch.Tensor) -> None:
+        """Takes the table."""
+        load(self.weight, weight)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """float64[tokens, size] of int[tokens]."""
+        return nn.functional.embedding(input_ids, self.weight)
+
+
 class Mlp(nn.Module):
     """Gated feed-forward layer."""
 

@@ -7,13 +7,13 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import maybe_prefix
 
 from rd2h.errors import ConfigError
 from rd2h.reference.attention import SparseLatentAttention
 from rd2h.reference.config import ReferenceDsaConfig, check_sizes
-from rd2h.reference.layers import Mlp, RmsNorm
+from rd2h.reference.layers import Mlp, RmsNorm, TokenEmbedding
 
 
 class DecoderLayer(nn.Module):
@@ -39,9 +39,7 @@ class DsaModel(nn.Module):
 
     def __init__(self, config: ReferenceDsaConfig, prefix: str, vllm_config: VllmConfig) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
-        )
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, f"{prefix}.layers", vllm_config) for layer in range(config.num_hidden_layers)
         )
@@ -49,7 +47,7 @@ class DsaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states float64[tokens, hidden] of int[tokens] ids."""
-        hidden = self.embed_tokens(input_ids).to(torch.float64)
+        hidden = self.embed_tokens(input_ids)
         selections: dict[int, torch.Tensor] = {}
         for layer in self.layers:
             hidden = layer(hidden, positions, selections)
@@ -103,7 +101,7 @@ class Rd2hReferenceDsaForCausalLM(nn.Module):
             if name not in parameters:
                 raise ConfigError(f"the checkpoint has {name!r}, which the model does not")
             owner = modules[name.rpartition(".")[0]]
-            if isinstance(owner, VocabParallelEmbedding):
+            if isinstance(owner, ParallelLMHead):
                 owner.weight_loader(parameters[name], weight)
             else:
                 owner.load(weight)
