@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from harness.cache import Block, Cache, CacheSpec, Expected
+from harness.cache import CANARY, Block, Cache, CacheSpec, Expected
 from harness.controlled import ControlledEngine, ReadControl
 from harness.plans import Child, Report
 
@@ -201,6 +201,29 @@ class DecodeSide:
             for layer in range(cache.spec.layers):
                 cache.write(layer, Component.MAIN, [Block(b, content, b) for b in main])
                 cache.write(layer, Component.INDEXER, [Block(b, content, b) for b in indexer])
+
+    def missing(self, child: Child) -> list[str]:
+        """Blocks of a child that do not hold its prompt, on any rank."""
+        spec = self._caches[0].spec
+        found = []
+        for tensor in range(len(spec.tensor_bytes)):
+            blocks = child.d_main if tensor < len(spec.main_bytes) else child.d_indexer
+            for i, block in enumerate(blocks):
+                item = Block(block, child.content, child.start + i)
+                found += [
+                    f"rank {rank} layer {layer} tensor {tensor} block {block}"
+                    for rank, cache in enumerate(self._caches)
+                    for layer in range(spec.layers)
+                    if not cache.holds(layer, tensor, item)
+                ]
+        return found
+
+    def clear(self, child: Child) -> None:
+        """The blocks of a child are canaries again."""
+        for cache in self._caches:
+            for layer in range(cache.spec.layers):
+                cache.write(layer, Component.MAIN, [Block(b, CANARY, b) for b in child.d_main])
+                cache.write(layer, Component.INDEXER, [Block(b, CANARY, b) for b in child.d_indexer])
 
     def reset(self) -> None:
         """All memory is canary again."""
