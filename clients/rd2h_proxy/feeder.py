@@ -223,8 +223,14 @@ class Feeder:
     async def _acquire(self, children: Sequence[Child], exclude: set[str]) -> Lease:
         work = {child.prompt_index: max(1, child.prompt_tokens - child.cached_tokens) for child in children}
         try:
+            limits = self._router.limits
             return await self._router.prefill.acquire(
-                sum(work.values()), self._router.limits.prefill_queue_s, self._fits, exclude, admitted=True
+                sum(work.values()),
+                limits.prefill_queue_s,
+                self._fits,
+                exclude,
+                admitted=True,
+                no_engine_s=limits.no_prefill_s,
             )
         except ProxyError as error:
             raise AttemptError(error.answer, str(error), Blame.PROXY) from error

@@ -26,6 +26,8 @@ class AttemptLimits:
     """A wave must be computed by then."""
     prefill_queue_s: float = 120.0
     """A wave waits at most this long for a Prefill engine with room."""
+    no_prefill_s: float = 6.0
+    """A wave waits at most this long while no Prefill engine is usable at all, whatever their room."""
     ttl_s: float = 900.0
     """How long the meta service keeps the rendezvous."""
     gather_window_s: float = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from rd2h_proxy.errors import OverloadedError, UnavailableError
 from rd2h_proxy.target import Role, Target
 
 Filter = Callable[[Target], bool]
+
+# How often a waiter with a limit on engines being away looks whether one is back.
+_USABLE_CHECK_S = 0.5
 
 
 def anything(_target: Target) -> bool:
@@ -150,15 +154,17 @@ class EnginePool:
         fits: Filter = anything,
         exclude: Collection[str] = (),
         admitted: bool = False,
+        no_engine_s: float = math.inf,
     ) -> Lease:
         """Takes a place on the target with the least estimated work, waiting for one if need be.
 
         `admitted`: the request has a place on the other role already, whose limit bounds how many such wait here; to
-        turn it away would waste what the other engine has done.
+        turn it away would waste what the other engine has done. `no_engine_s`: waiting for room makes sense only while
+        some engine is usable; after so long without one the wait ends.
 
         Raises:
             OverloadedError: the queue is full.
-            UnavailableError: no place became free within `timeout_s`.
+            UnavailableError: no place became free within `timeout_s`, or no engine was usable for `no_engine_s`.
         """
         if (lease := self.try_acquire(work_tokens, fits, exclude)) is not None:
             return lease
@@ -170,7 +176,7 @@ class EnginePool:
         granted = False
         try:
             async with asyncio.timeout(timeout_s):
-                lease = await waiter.place
+                lease = await self._granted(waiter, no_engine_s)
             granted = True
             return lease
         except TimeoutError:
@@ -180,6 +186,18 @@ class EnginePool:
         finally:
             if not granted:
                 self._forget(waiter)
+
+    async def _granted(self, waiter: _Waiter, no_engine_s: float) -> Lease:
+        usable_at = self.now()
+        while not waiter.place.done():
+            await asyncio.wait({waiter.place}, timeout=None if no_engine_s == math.inf else _USABLE_CHECK_S)
+            if self.usable(waiter.fits, waiter.exclude):
+                usable_at = self.now()
+            elif not waiter.place.done() and self.now() - usable_at >= no_engine_s:
+                raise UnavailableError(
+                    f"no {self.role.value} engine was usable for {no_engine_s:g} s ({self.describe_unusable()})"
+                )
+        return waiter.place.result()
 
     def _forget(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:

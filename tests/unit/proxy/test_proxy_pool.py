@@ -125,3 +125,32 @@ async def test_decode_waiters_wake_when_prefill_becomes_usable() -> None:
     assert not waiter.done()
     prefill.add(Target(Role.PREFILL, "p:1", 1, static=True))
     assert (await waiter).target.address == "d:1"
+
+
+async def test_waiting_for_room_ends_when_no_engine_is_usable() -> None:
+    clock = Clock()
+    pool = EnginePool(Role.PREFILL, 10, clock)
+    pool.add(Target(Role.PREFILL, "h0:1", 1, static=True))
+    (target,) = pool.targets
+    held = await pool.acquire(1, 1)
+    wait = asyncio.create_task(pool.acquire(1, 60, no_engine_s=6.0))
+    await asyncio.wait({wait}, timeout=1.2)
+    assert not wait.done(), "a full but usable engine is waited for"
+    target.probe = ProbeState.DOWN
+    clock.now += 7.0
+    with pytest.raises(UnavailableError, match="no prefill engine was usable for 6 s"):
+        await asyncio.wait_for(wait, 5)
+    assert pool.waiting == 0
+    held.release()
+
+
+async def test_an_engine_that_comes_back_in_time_is_used() -> None:
+    pool = make_pool(1)
+    (target,) = pool.targets
+    target.probe = ProbeState.DOWN
+    wait = asyncio.create_task(pool.acquire(1, 60, no_engine_s=6.0))
+    await asyncio.wait({wait}, timeout=0.7)
+    target.probe = ProbeState.UP
+    pool.wake()
+    with await asyncio.wait_for(wait, 5) as lease:
+        assert lease.target is target
