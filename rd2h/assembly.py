@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rd2h import startup, vllm_compat
-from rd2h.caches import cache_layout, device_index, kv_dtype, layer_slots, storage_regions
+from rd2h.caches import cache_device, cache_layout, device_index, kv_dtype, layer_slots, storage_regions
 from rd2h.config import ConnectorConfig
 from rd2h.control import ControlPlane, Identity
 from rd2h.decode.destination import Destination
@@ -32,6 +32,7 @@ from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
 from rd2h.offload.config import SparseOffloadConfig
 from rd2h.offload.destination import find_manager, offload_destination, offload_layout
 from rd2h.prefill.admission import AdmissionRules
+from rd2h.prefill.device import event_recorder
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.prefill.scheduler import PrefillScheduler
 from rd2h.prefill.worker import PrefillWorker
@@ -285,7 +286,16 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
         stats,
         lambda refusals: failures[0].on_failure(refusals),
     )
-    worker = PrefillWorker(layout, slots, rank, facts.sizes.tp_size, publisher, stats, Timeline.from_environment("P"))
+    worker = PrefillWorker(
+        layout,
+        slots,
+        rank,
+        facts.sizes.tp_size,
+        publisher,
+        stats,
+        Timeline.from_environment("P"),
+        event_recorder(cache_device(kv_caches)),
+    )
     failures.append(worker)
     publisher.start()
     return PrefillWorkerSide(worker, publisher, engine, stats, handshake)

@@ -66,13 +66,17 @@ def kv_dtype(kv_caches: Mapping[str, Any]) -> str:
     raise LayoutError("no main KV cache was registered")
 
 
+def cache_device(kv_caches: Mapping[str, Any]) -> Any:
+    """The ``torch.device`` that the caches lie on; a host pool registered among them does not count."""
+    devices = [tensor.device for cache in kv_caches.values() for tensor in _tensors(cache)]
+    if not devices:
+        raise LayoutError("no KV cache was registered")
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
 def device_index(kv_caches: Mapping[str, Any]) -> int:
-    """Index of the device that the caches lie on; a host pool registered among them does not count."""
-    for cache in kv_caches.values():
-        for tensor in _tensors(cache):
-            if tensor.device.type != "cpu" and tensor.device.index is not None:
-                return int(tensor.device.index)
-    return 0
+    """Index of ``cache_device``; 0 for a device without one."""
+    return int(cache_device(kv_caches).index or 0)
 
 
 def _tensors(cache: Any) -> Sequence[Any]:

@@ -24,6 +24,7 @@ import zmq
 
 from rd2h.errors import QueueFullError, StateError, WireError
 from rd2h.gates import GateEntry, Slot, SlotGates, Writes
+from rd2h.prefill.device import DeviceOrder, WaitForDevice
 from rd2h.prefill.endpoint import MAX_OUTBOX, Endpoint, EndpointChunk, EndpointKey, EndpointState, LayerMessage
 from rd2h.prefill.link import Link, LinkEvent
 from rd2h.prefill.options import PublisherOptions, SourceMemory
@@ -82,6 +83,7 @@ class Publisher:
         self._next_endpoint = 0
         self._stopping = False
         self._check_at_s = math.inf
+        self._device = DeviceOrder()
         self._wakeup = Wakeup()
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self._epoll = select.epoll()
@@ -94,6 +96,7 @@ class Publisher:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread and close all connections; waiting writers are released."""
+        self._device.close(timeout_s)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -104,13 +107,24 @@ class Publisher:
     @property
     def alive(self) -> bool:
         """Whether the background thread runs."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and self._device.alive
 
     # --- forward thread ---
 
-    def publish(self, layer_idx: int, chunks: Sequence[EndpointChunk], *, last_layer: bool) -> None:
-        """Close the gates of this layer and send its ready messages, or queue them; returns at once."""
+    def publish(
+        self,
+        layer_idx: int,
+        chunks: Sequence[EndpointChunk],
+        *,
+        last_layer: bool,
+        after: WaitForDevice | None = None,
+    ) -> None:
+        """Close the gates of this layer and send its ready messages, or queue them; returns at once.
+
+        With ``after`` they go out when it has returned, on another thread: the device has not written the layer yet.
+        """
         now = self._clock()
+        held: list[tuple[Endpoint, LayerMessage]] = []
         with self._changed:
             slots = self._memory.slots[layer_idx]
             for chunk in chunks:
@@ -124,8 +138,27 @@ class Publisher:
                 self._next_seq += 1
                 message = LayerMessage(self._next_seq, layer_idx, last_layer, chunk)
                 self._gates.close(GateEntry(endpoint.number, message.seq, layer_idx, slots, chunk.blocks))
+                if after is not None:
+                    held.append((endpoint, message))
+                    continue
                 endpoint.outbox.append(message)
                 self._flush_from_outside(endpoint)
+        if after is not None and held:
+            self._device.then(after, lambda error: self._written(held, error))
+        self._report()
+
+    def _written(self, held: Sequence[tuple[Endpoint, LayerMessage]], error: str) -> None:
+        """The device has written the layer of these messages, or has failed."""
+        with self._changed:
+            for endpoint, message in held:
+                if endpoint.usable and not error:
+                    endpoint.outbox.append(message)
+                    self._flush_from_outside(endpoint)
+                    continue
+                # Nobody was told, so nobody reads.
+                self._gates.give_up_where(endpoint.number, [message.seq])
+                self._changed.notify_all()
+                self._fail(Refusal(token, error or endpoint.reason) for token in message.chunk.tokens)
         self._report()
 
     def fail_children(self, key: EndpointKey, failures: Sequence[Refusal]) -> None:
@@ -370,7 +403,7 @@ class Publisher:
             return
         if ack.error:
             link.send(encode_prefill_failed(ack.generation, endpoint.open_failures(ack.error)))
-            self._lose(link, ack.error)
+            self._bury(endpoint, ack.error)  # it says itself that it reads nothing from here
             return
         # The echo comes before the first ready message, so Decode's read lease runs when it reads.
         link.send(encode_pong(self._memory.peer.generation, ack.clock_ns))

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from rd2h.errors import TopologyError
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Slot
 from rd2h.layout import CacheLayout
 from rd2h.params import RemoteDecode
+from rd2h.prefill.device import RecordEvent
 from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
 from rd2h.prefill.publisher import Publisher
 from rd2h.stats import TransferStats
@@ -18,13 +19,12 @@ from rd2h.timeline import Timeline
 from rd2h.topology import TpMapping, rank_port
 from rd2h.wire import ReadRequest, Refusal, encode_read_requests
 
-RecordEvent = Callable[[], Callable[[], None] | None]
 MAX_REMEMBERED_CHILDREN = 65536
 """Children whose failure can still be named; the one that was published longest ago is forgotten first."""
 
 
 class PrefillWorker:
-    """See the module. ``slots[i]`` are the physical slots of layer ``i``."""
+    """See the module. ``slots[i]`` are the physical slots of layer ``i``; ``record_event`` is None on a CPU."""
 
     def __init__(
         self,
@@ -35,7 +35,9 @@ class PrefillWorker:
         publisher: Publisher,
         stats: TransferStats,
         timeline: Timeline,
+        record_event: RecordEvent | None = None,
     ) -> None:
+        self._record_event = record_event
         self._layout, self._slots, self._tp_rank, self._tp_size = layout, slots, tp_rank, tp_size
         self._publisher, self._stats, self._timeline = publisher, stats, timeline
         self._index_of = layout.index_of()
@@ -128,7 +130,8 @@ class PrefillWorker:
             return
         self._published.add(index)
         last = index == len(self._layout.layers) - 1
-        self._publisher.publish(index, self._chunks, last_layer=last)
+        after = self._record_event() if self._record_event is not None else None
+        self._publisher.publish(index, self._chunks, last_layer=last, after=after)
         if self._timeline.enabled:
             children = [child_id for chunk in self._chunks for child_id in chunk.child_ids]
             self._timeline.event("ready_sent", layer=index, requests=children)

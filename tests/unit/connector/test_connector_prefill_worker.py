@@ -31,7 +31,10 @@ class RecordingPublisher:
     stopped_tokens: set[bytes] = field(default_factory=set)
     alive: bool = True
 
-    def publish(self, layer_idx: int, chunks: Sequence[EndpointChunk], *, last_layer: bool) -> None:
+    def publish(
+        self, layer_idx: int, chunks: Sequence[EndpointChunk], *, last_layer: bool, after: object = None
+    ) -> None:
+        assert after is None, "nothing is recorded on a CPU"
         self.published.append((layer_idx, list(chunks), last_layer))
 
     def fail_children(self, key: EndpointKey, failures: Sequence[Refusal]) -> None:
