@@ -140,7 +140,7 @@ class BackgroundMetaClient:
             prompt_index=prompt_index,
             choice_index=choice_index,
         )
-        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(withdraw=request)))
+        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(relaxed=True, withdraw=request)))
 
     def report_failure(self, rendezvous_id: str, reason: str, request_ids: Sequence[str] = ()) -> None:
         """Report that children (all, when none is named) will get no KV.
@@ -151,7 +151,7 @@ class BackgroundMetaClient:
         request = rendezvous_pb2.ReportFailureRequest(
             rendezvous_id=rendezvous_id, reason=reason, request_ids=request_ids
         )
-        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(report_failure=request)))
+        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(relaxed=True, report_failure=request)))
 
     def update_engine(self, engine: engine_registry_pb2.Engine) -> None:
         """Register the engine anew with other facts (its layout has become known, say).
@@ -249,7 +249,7 @@ class BackgroundMetaClient:
             self._note(ChildNotice(rendezvous_id, request_id, outcome, error.message))
 
         try:
-            client.exchange.advertise(rendezvous_id, child, now_s, expires_s, expires_s, done)
+            client.exchange.advertise(rendezvous_id, child, now_s, expires_s, expires_s, done, relaxed=True)
         except QueueFullError as error:
             self._note(ChildNotice(rendezvous_id, request_id, rendezvous_pb2.OUTCOME_FAILED, str(error)))
 

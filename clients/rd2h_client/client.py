@@ -23,6 +23,7 @@ from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
 from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryStub
 from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousStub
 
+_COMPLETION_GRACE_S = 0.02
 _EXPIRY_SLACK_S = 5.0
 """How much longer than the service the client keeps an await before it takes the service for lost."""
 
@@ -126,6 +127,9 @@ class MetaClient:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+            # Completions of the cancelled calls are still on their way from gRPC's thread; a caller who ends the event
+            # loop at once would have them logged as errors by every other loop of the process.
+            await asyncio.sleep(_COMPLETION_GRACE_S)
 
     def on_child_ended(self, callback: Callable[[str, rendezvous_pb2.ChildEnded], None]) -> None:
         """Have `callback` called (on the event loop) when a child advertised here ends otherwise than by `withdraw`."""

@@ -96,9 +96,17 @@ class ExchangeState:
         return len(self._awaits)
 
     def advertise(
-        self, rendezvous_id: str, child: Child, now_s: float, expires_s: float, deadline_s: float, done: Done
+        self,
+        rendezvous_id: str,
+        child: Child,
+        now_s: float,
+        expires_s: float,
+        deadline_s: float,
+        done: Done,
+        relaxed: bool = False,
     ) -> None:
-        """Advertise a child and keep the advert up until it is withdrawn, has ended, or `expires_s`.
+        """Advertise a child and keep the advert up until it is withdrawn, has ended, or `expires_s`. With `relaxed` the
+        news of success may come a little later than possible.
 
         Raises:
             QueueFullError: too many are open.
@@ -106,7 +114,7 @@ class ExchangeState:
         key = (rendezvous_id, child.request_id)
         if key not in self._adverts and len(self._adverts) >= self._max_open:
             raise QueueFullError(f"{self._max_open} adverts are open")
-        operation = Operation()
+        operation = Operation(relaxed=relaxed)
         request = operation.advertise  # filled in place: a child is copied once on its way
         request.rendezvous_id = rendezvous_id
         request.ttl_ms = _milliseconds(expires_s - now_s)
@@ -136,7 +144,7 @@ class ExchangeState:
             raise ValueError(f"rendezvous_id: {rendezvous_id!r} is awaited already by this client")
         if len(self._awaits) >= self._max_open:
             raise QueueFullError(f"{self._max_open} awaits are open")
-        operation = Operation()
+        operation = Operation(relaxed=True)
         request = operation.await_children
         request.rendezvous_id = rendezvous_id
         request.expected_children = expected_children
@@ -181,6 +189,7 @@ class ExchangeState:
                 self._advertise_again(key, advert, now_s)
         for said_s, operation in [self._ends.popleft() for _ in range(len(self._ends))]:
             if said_s + _REPEAT_S > now_s:
+                operation.relaxed = True
                 self._send_end(operation, said_s, said_s + _REPEAT_S, _ignore, again=True)
         # What has no answer comes last, so that an end among it comes after the advert that it ends.
         self.pending.send_again(unanswered)
@@ -251,7 +260,8 @@ class ExchangeState:
             outcome = error.outcome if isinstance(error, RendezvousEndedError) else OUTCOME_FAILED
             self._child_ended(key, outcome, error.message)
 
-        advert.op_id = self.pending.submit(Operation(advertise=advert.request), NO_DEADLINE, answered, again=True)
+        operation = Operation(relaxed=True, advertise=advert.request)
+        advert.op_id = self.pending.submit(operation, NO_DEADLINE, answered, again=True)
 
     def _receive_event(self, event: RendezvousEvent) -> None:
         rendezvous_id = event.rendezvous_id

@@ -182,7 +182,7 @@ class RendezvousService(RendezvousServicer):
             outbox.put_result(result_of(operation.op_id, error))
             return
         if operation.op_id:
-            outbox.put_success(operation.op_id)
+            outbox.put_success(operation.op_id, operation.relaxed)
 
     async def _apply_unary(self, operation: pb.Operation, context: Context) -> None:
         try:

@@ -55,20 +55,22 @@ class Child(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., generation: _Optional[int] = ..., host: _Optional[str] = ..., base_port: _Optional[int] = ..., tp_size: _Optional[int] = ..., pcp_size: _Optional[int] = ..., dcp_size: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wire_version: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ..., prompt_index: _Optional[int] = ..., choice_index: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("op_id", "advertise", "await_children", "cancel", "withdraw", "report_failure")
+    __slots__ = ("op_id", "advertise", "await_children", "cancel", "withdraw", "report_failure", "relaxed")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     ADVERTISE_FIELD_NUMBER: _ClassVar[int]
     AWAIT_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     REPORT_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RELAXED_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     advertise: AdvertiseRequest
     await_children: AwaitRequest
     cancel: CancelRequest
     withdraw: WithdrawRequest
     report_failure: ReportFailureRequest
-    def __init__(self, op_id: _Optional[int] = ..., advertise: _Optional[_Union[AdvertiseRequest, _Mapping]] = ..., await_children: _Optional[_Union[AwaitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRequest, _Mapping]] = ..., report_failure: _Optional[_Union[ReportFailureRequest, _Mapping]] = ...) -> None: ...
+    relaxed: bool
+    def __init__(self, op_id: _Optional[int] = ..., advertise: _Optional[_Union[AdvertiseRequest, _Mapping]] = ..., await_children: _Optional[_Union[AwaitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRequest, _Mapping]] = ..., report_failure: _Optional[_Union[ReportFailureRequest, _Mapping]] = ..., relaxed: bool = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
     __slots__ = ("operations",)

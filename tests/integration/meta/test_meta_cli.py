@@ -106,11 +106,14 @@ async def test_ipv6(make_service: Callable[..., MetaProcess]) -> None:
 async def fetch(address: str, request: bytes) -> str:
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request)
-    await writer.drain()
-    answer = await asyncio.wait_for(reader.read(), 10.0)
-    writer.close()
-    return answer.decode()
+    try:
+        writer.write(request)
+        await writer.drain()
+        return (await asyncio.wait_for(reader.read(), 10.0)).decode()
+    except ConnectionResetError:
+        return ""  # cut off, as too long a request is
+    finally:
+        writer.close()
 
 
 async def test_metrics(make_service: Callable[..., MetaProcess]) -> None:
