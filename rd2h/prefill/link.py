@@ -46,7 +46,8 @@ class Link:
         self._complained = False
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Not ZMQ_IMMEDIATE: with it libzmq 4.3 cuts a connection off between two frames of a message that is being
+        # received, and aborts the process. Nothing is sent before the handshake anyway.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(connect_s * 1000)))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

@@ -62,7 +62,7 @@ def test_gates_close_before_the_device_is_done_and_nothing_is_queued_until_then(
     event = Event()
     publisher.publish(0, [chunk()], last_layer=False, after=event.wait)
     assert publisher.outstanding() == 1
-    (endpoint,) = publisher._endpoints.values()
+    (endpoint,) = publisher._book.endpoints.values()
     assert not endpoint.outbox
     event.reached.set()
     until(lambda: len(endpoint.outbox) == 1)
@@ -74,7 +74,7 @@ def test_layers_go_out_in_order(publisher: Publisher) -> None:
     publisher.publish(0, [chunk()], last_layer=False, after=first.wait)
     publisher.publish(1, [chunk()], last_layer=True, after=second.wait)
     second.reached.set()
-    (endpoint,) = publisher._endpoints.values()
+    (endpoint,) = publisher._book.endpoints.values()
     first.reached.set()
     until(lambda: len(endpoint.outbox) == 2)
     assert [message.layer_idx for message in endpoint.outbox] == [0, 1]
@@ -88,14 +88,14 @@ def test_a_failed_device_opens_the_gate_and_fails_the_children(publisher: Publis
     publisher.wait_writable(None, ALL_BLOCKS)
     until(lambda: bool(failures))
     assert failures == [Refusal(TOKEN, "the device failed: out of order")]
-    (endpoint,) = publisher._endpoints.values()
+    (endpoint,) = publisher._book.endpoints.values()
     assert not endpoint.outbox
 
 
 def test_an_endpoint_lost_meanwhile_is_told_nothing(publisher: Publisher, failures: list[Refusal]) -> None:
     event = Event()
     publisher.publish(0, [chunk()], last_layer=False, after=event.wait)
-    (endpoint,) = publisher._endpoints.values()
+    (endpoint,) = publisher._book.endpoints.values()
     with publisher._changed:
         endpoint.lost("it went away")
     event.reached.set()
