@@ -16,6 +16,7 @@ that of (c) at concurrency 32 and 256.
 """
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -72,6 +73,9 @@ class Verdict:
 
 def run(rounds: int, duration_s: float) -> list[Row]:
     """Measure every system at every concurrency."""
+    # The libraries of all systems are loaded here; looking through them again and again would disturb every system.
+    gc.collect()
+    gc.freeze()
     with ExitStack() as stack:
         addresses = {}
         for system in SYSTEMS:

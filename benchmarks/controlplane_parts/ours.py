@@ -3,17 +3,20 @@
 One cycle is the life of a rendezvous: await, advertise, the waiter is notified, Decode withdraws the child as done, the
 waiter learns that it is over. Latency runs from the call that advertises to the moment the waiter's iterator yields
 the child; the rate counts whole cycles. As in production, the await is there before the advert comes (a proxy awaits
-when it hands the request to Decode), and Decode's side hands its operations over without waiting for an answer.
+when it hands the request to Decode), and
+with several requests at a time neither side waits for one to be over before it serves the next.
 """
 
 import asyncio
 import secrets
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 
 from rd2h_client import MetaClient, MetaError
 from rd2h_client.awaiting import ChildrenIterator
 from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Operation, WithdrawRequest
+from rd2h_meta.collector import settle_collector
 from rd2h_meta.config import MetaConfig
 from rd2h_meta.server import MetaServer
 
@@ -31,6 +34,7 @@ def serve(pipe: Connection) -> None:
 async def _serve(pipe: Connection) -> None:
     server = MetaServer(MetaConfig(listen="127.0.0.1:0", grace_s=1.0))
     await server.start()
+    settle_collector()
     pipe.send(server.address)
     await asyncio.to_thread(pipe.recv)
     await server.drain()
@@ -51,23 +55,27 @@ async def _run(waiter: MetaClient, advertiser: MetaClient, concurrency: int, dur
     samples = Samples()
     begin_s = time.perf_counter()
     until_s = begin_s + duration_s
+    overlap = 2 if concurrency > 1 else 0
 
     async def worker() -> None:
-        rendezvous_id, events = _await(waiter)
+        awaited = deque(_await(waiter) for _ in range(2))
+        ending: deque[ChildrenIterator] = deque()
         while (advertised_s := time.perf_counter()) < until_s:
+            rendezvous_id, events = awaited.popleft()
             _advertise(advertiser, rendezvous_id)
             first = await anext(events)
             samples.latencies_s.append(time.perf_counter() - advertised_s)
             if not first.HasField("advertised"):
                 raise RuntimeError(f"expected the child first, got {first}")
             _withdraw(advertiser, rendezvous_id)
-            ending = events
-            rendezvous_id, events = _await(waiter)
-            async for event in ending:
-                last = event
-            if last.closed.outcome != OUTCOME_DONE:
-                raise RuntimeError(f"expected the rendezvous to end done, got {last}")
-        await events.aclose()
+            ending.append(events)
+            awaited.append(_await(waiter))
+            while len(ending) > overlap:
+                await _expect_done(ending.popleft())
+        for events in ending:
+            await _expect_done(events)
+        for _, events in awaited:
+            await events.aclose()
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     async with asyncio.timeout(LIFE_S):
@@ -75,6 +83,14 @@ async def _run(waiter: MetaClient, advertiser: MetaClient, concurrency: int, dur
             await asyncio.sleep(0.001)
     samples.elapsed_s = time.perf_counter() - begin_s
     return samples
+
+
+async def _expect_done(events: ChildrenIterator) -> None:
+    """The rendezvous has to end as done."""
+    async for event in events:
+        last = event
+    if last.closed.outcome != OUTCOME_DONE:
+        raise RuntimeError(f"expected the rendezvous to end done, got {last}")
 
 
 def _await(client: MetaClient) -> tuple[str, ChildrenIterator]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -88,6 +87,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 async def _serve(config: MetaConfig) -> int:
     # gRPC takes long to import; a wrong setting should not wait for it.
+    from rd2h_meta.collector import settle_collector
     from rd2h_meta.logs import set_up_logging
     from rd2h_meta.server import MetaServer
 
@@ -98,11 +98,7 @@ async def _serve(config: MetaConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     server = MetaServer(config)
     await server.start()
-    # What is loaded by now stays. And the tables hold many small objects without cycles: the collector's usual haste
-    # would cost more than the work itself.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    settle_collector()
     print(f"rd2h meta: serving on {server.address}", flush=True)
     if server.probe_address:
         print(f"rd2h meta: probes on {server.probe_address}", flush=True)

@@ -17,6 +17,9 @@ from rd2h_meta.outbox import Outbox
 from rd2h_meta.rendezvous import NOBODY, RendezvousTable
 from rd2h_meta.status import abort, result_of
 
+OPERATIONS_PER_TURN = 64
+"""Operations of one message applied before other streams, and what these operations brought about, get their turn."""
+
 Context = Any
 """grpc.aio.ServicerContext; its published types do not fit the asyncio server."""
 
@@ -170,8 +173,10 @@ class RendezvousService(RendezvousServicer):
         """Apply what a client sends, until it has no more to say; then let the stream end."""
         try:
             async for request in requests:
-                for operation in request.operations:
+                for number, operation in enumerate(request.operations, start=1):
                     self._apply_streamed(operation, subscriber, outbox)
+                    if number % OPERATIONS_PER_TURN == 0:
+                        await asyncio.sleep(0)
         finally:
             outbox.close()
 
