@@ -147,8 +147,12 @@ class PublishBook:
         link = self._links.get(endpoint.number)
         if link is not None:
             self._flush(link)
-            if link.receivable:
-                self.watch.leave_unattended(link)
+            self._look_again(link)
+
+    def _look_again(self, link: Link) -> None:
+        """Sending may have swallowed the edge of a message that came meanwhile; later ones make none of their own."""
+        if link.receivable:
+            self.watch.leave_unattended(link)
 
     def _flush(self, link: Link) -> None:
         """Send what may go out now."""
@@ -197,6 +201,7 @@ class PublishBook:
             # Handling one link may close another (a new generation replaces an old one).
             if self._links.get(link.endpoint.number) is link:
                 self._receive(link, monitored=link.fds[1] in fds)
+                self._look_again(link)
         if self._clock() >= self.check_at_s:
             self.check_times()
 
@@ -224,6 +229,7 @@ class PublishBook:
                 self._lose(link, "its address cannot be used")
             else:
                 self._receive(link, monitored=True)  # a ZeroMQ descriptor tells nothing before a first look
+                self._look_again(link)
 
     def _receive(self, link: Link, *, monitored: bool) -> None:
         endpoint = link.endpoint

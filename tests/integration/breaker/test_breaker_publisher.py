@@ -1,0 +1,118 @@
+"""Attacks on Prefill's publisher: swallowed edges, lost wake-ups, exhausted sockets."""
+
+import errno
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import zmq
+from harness.scripted import ScriptedDecode
+from harness.waiting import wait_for
+
+from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Component, Slot
+from rd2h.prefill import book as book_module
+from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
+from rd2h.prefill.link import Link
+from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
+from rd2h.stats import TransferStats
+from rd2h.wire import PeerInfo, Pong, Refusal, decode_from_prefill, encode_mf_ack, encode_ping, encode_pong
+
+LAYERS = ("layer 0", "layer 1")
+Make = Callable[..., Publisher]
+
+
+@pytest.fixture
+def failures() -> list[Refusal]:
+    return []
+
+
+@pytest.fixture
+def make(failures: list[Refusal]) -> Iterator[Make]:
+    made: list[Publisher] = []
+
+    def build(options: PublisherOptions | None = None) -> Publisher:
+        slots = [(Slot(Component.MAIN, index),) for index in range(len(LAYERS))]
+        memory = SourceMemory("session", b"\x80", LAYERS, slots, PeerInfo(1, 2, b"", 1, 0))
+        publisher = Publisher(memory, options or PublisherOptions(), TransferStats(), failures.extend)
+        publisher.start()
+        made.append(publisher)
+        return publisher
+
+    yield build
+    for publisher in made:
+        publisher.close()
+
+
+def chunk(port: int, generation: int | None, token: bytes = b"") -> EndpointChunk:
+    tokens = (token,) if token else ()
+    blocks = ChunkBlocks(frozenset({1, 2}), frozenset())
+    return EndpointChunk(EndpointKey("127.0.0.1", port, generation), b"\x90", blocks, tokens, (), (), 0, 1)
+
+
+def test_a_message_that_arrives_while_the_publisher_sends_is_not_left_in_the_socket(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending swallows the edge of a message that came since the socket was drained; nothing else may ever come."""
+    with ScriptedDecode() as decode:
+        port, generation = decode.address.base_port, decode.address.generation
+        assert generation is not None
+
+        def slow_pong(own: int, clock_ns: int) -> bytes:
+            if clock_ns == 7:
+                decode.send(encode_ping(generation, 8))
+                time.sleep(0.2)
+            return encode_pong(own, clock_ns)
+
+        monkeypatch.setattr(book_module, "encode_pong", slow_pong)
+        publisher = make()
+        publisher.publish(0, [chunk(port, generation)], last_layer=False)
+        decode.receive()
+        decode.send(encode_mf_ack(generation, 7))
+        clocks: list[int] = []
+        deadline = time.monotonic() + 5
+        while 8 not in clocks and time.monotonic() < deadline:
+            if decode._socket.poll(100):
+                message = decode_from_prefill(decode._socket.recv_multipart()[1])
+                if isinstance(message, Pong):
+                    clocks.append(message.clock_ns)
+        assert clocks == [7, 8]
+
+
+def test_more_decodes_than_one_zeromq_context_opens_sockets_for_by_default(
+    make: Make, failures: list[Refusal]
+) -> None:
+    """ZeroMQ allows 1023 sockets a context; a link takes three. The 342nd Decode must not end the publisher."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        publisher = make(PublisherOptions(connect_timeout_s=3.0))
+        for generation in range(1, 401):
+            publisher.publish(0, [chunk(port, generation, secrets.token_bytes(16))], last_layer=False)
+        wait_for("every gate opens", lambda: not publisher.outstanding(), 20)
+    assert publisher.alive
+    assert len(failures) == 400
+
+
+def test_an_endpoint_that_gets_no_socket_fails_alone(
+    make: Make, failures: list[Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors can run out in a busy process: that costs the requests of this Decode, not the publisher."""
+    publisher = make()
+
+    def exhausted(*_: object) -> Link:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    token = secrets.token_bytes(16)
+    with ScriptedDecode() as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr(book_module, "Link", exhausted)
+            publisher.publish(0, [chunk(9, 5, token)], last_layer=False)
+            wait_for("the gate opens", lambda: not publisher.outstanding(), 10)
+        assert [failure.token for failure in failures] == [token]
+        assert publisher.alive
+        publisher.publish(0, [chunk(decode.address.base_port, decode.address.generation)], last_layer=False)
+        decode.handshake()
+        decode.done(decode.ready())
+        wait_for("the gate opens", lambda: not publisher.outstanding(), 10)
