@@ -69,6 +69,8 @@ class PublishBook:
         self._next_seq = 0
         self._next_endpoint = 0
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        # A link takes three sockets, and lost ones linger; ZeroMQ's own limit would allow 341 links.
+        self._context.set(zmq.MAX_SOCKETS, 4 * MAX_ENDPOINTS)
 
     # --- what the forward thread asks for ---
 
@@ -221,7 +223,11 @@ class PublishBook:
     def _connect_fresh(self) -> None:
         fresh, self._fresh = self._fresh, []
         for endpoint in fresh:
-            link = Link(endpoint, self._context, self._options.connect_timeout_s)
+            try:
+                link = Link(endpoint, self._context, self._options.connect_timeout_s)
+            except zmq.ZMQError as error:  # no descriptor or no socket is left
+                self._abandon(endpoint, f"no socket for it: {error}")
+                continue
             self._links[endpoint.number] = link
             self.watch.add(link)
             self._check_by(endpoint.deadline_s)
@@ -355,6 +361,18 @@ class PublishBook:
             self._check_by(due_s)
         else:
             self._bury(endpoint, reason)
+        self.fail(failures)
+
+    def _abandon(self, endpoint: Endpoint, reason: str) -> None:
+        """Give up an endpoint that never had a link: it was told nothing."""
+        logger.warning("rd2h: cannot connect to Decode %s:%s: %s", endpoint.key.host, endpoint.key.port, reason)
+        failures = endpoint.open_failures(f"Decode {endpoint.key.host}:{endpoint.key.port}: {reason}")
+        endpoint.lost(reason)
+        if self.endpoints.get(endpoint.key) is endpoint:
+            del self.endpoints[endpoint.key]
+        self._stats.add(endpoints_lost=1)
+        endpoint.outbox.clear()
+        self._bury(endpoint, reason)
         self.fail(failures)
 
     def _bury(self, endpoint: Endpoint, reason: str) -> None:
