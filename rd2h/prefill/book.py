@@ -359,6 +359,7 @@ class PublishBook:
         if handshaken and self._clock() < due_s:
             self._fading.append(endpoint)
             self._check_by(due_s)
+            self.watch.wake()  # the loss may have been seen by another thread while the publisher's waits for longer
         else:
             self._bury(endpoint, reason)
         self.fail(failures)
