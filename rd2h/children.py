@@ -252,6 +252,13 @@ class ChildTable:
             self._settle(now_s)
         return late
 
+    def feeds(self, source: object) -> bool:
+        """Whether a child that is still being pulled has a contributor on this connection."""
+        return any(
+            child.state is ChildState.PULLING and any(bound is source for bound in child.sources.values())
+            for child in self._children.values()
+        )
+
     def fail_source(self, source: object, reason: str, now_s: float) -> list[bytes]:
         """Fail every pulling child with a contributor on a lost connection."""
         hit = [

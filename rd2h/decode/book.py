@@ -138,7 +138,10 @@ class PullBook:
                     return None, None
                 self._stats.add(messages_refused=1)
                 text = "no metadata was sent on this connection"
-                return None, Answer(encode_read_failed(message.layer_idx, text, message.seq))
+                if message.seq is None:
+                    return None, Answer(encode_read_failed(message.layer_idx, text, None))
+                # It was forgotten here, and its Prefill does not know: make it begin again.
+                return None, Answer(encode_mf_ack(self._options.generation, now_ns, text))
             connection.heard_s, connection.silent = now_s, False
             if isinstance(message, ReadyHead):
                 return self._enqueue(connection, message, now_s)
@@ -274,11 +277,15 @@ class PullBook:
 
     def _admit(self, received: Received, now_s: float) -> Connection | None:
         if len(self.connections) >= self._options.max_connections:
-            idle = [c for c in self.connections.values() if not c.busy and not c.jobs]
-            if not idle:
+            # Whoever opens many connections must not push out one that feeds a child.
+            idle = (c for c in self.connections.values() if not c.busy and not c.jobs)
+            for candidate in sorted(idle, key=lambda c: c.heard_s):
+                if not self._table.feeds(candidate):
+                    self._forget(candidate, "too many Prefill connections", now_s)
+                    break
+            else:
                 self._stats.add(messages_refused=1)
                 return None
-            self._forget(min(idle, key=lambda c: c.heard_s), "too many Prefill connections", now_s)
         connection = Connection(received.identity, received.address, ReadLease.of(self._options.peer_timeout_s))
         self.connections[received.identity] = connection
         return connection

@@ -6,9 +6,9 @@ to receive, however long reads take; and a connection is served by one thread at
 sends heartbeats and watches over time limits. ``PullBook`` holds all shared state under one lock that is never held
 during a read or a send.
 
-Bounds: ``max_connections`` connections (the longest silent one gives way), ``MAX_JOBS`` queued messages a connection,
-``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not known yet,
-``idle_timeout_s`` for a child without progress, ``hold_s`` for blocks after an engine error.
+Bounds: ``max_connections`` connections (the longest silent one that feeds no child gives way), ``MAX_JOBS`` queued
+messages a connection, ``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not
+known yet, ``idle_timeout_s`` for a child without progress, ``hold_s`` for blocks after an engine error.
 """
 
 import logging

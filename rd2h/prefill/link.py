@@ -17,6 +17,7 @@ from rd2h.wire import MAX_FRAME_BYTES
 RECEIVE_HIGH_WATER = 100_000
 SEND_HIGH_WATER = 100_000
 LINGER_MS = 500
+RECONNECT_MS = 24 * 3600 * 1000
 
 
 class LinkEvent(Enum):
@@ -46,9 +47,9 @@ class Link:
         self._complained = False
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        # Not ZMQ_IMMEDIATE: with it libzmq 4.3 cuts a connection off between two frames of a message that is being
-        # received, and aborts the process. Nothing is sent before the handshake anyway.
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # The link is closed at the first sign of loss, long before this. With ZMQ_RECONNECT_IVL -1 or ZMQ_IMMEDIATE,
+        # libzmq 4.3 may drop a lost connection between two frames that are being received, and then aborts the process.
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(connect_s * 1000)))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)

@@ -1,5 +1,6 @@
 """Worker processes that are driven over pipes and stopped by their process id."""
 
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -102,6 +103,7 @@ class Worker:
 
 
 def _serve(pipe: Connection) -> None:
+    faulthandler.enable()
     held: Any = None
     while True:
         try:

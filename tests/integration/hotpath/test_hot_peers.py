@@ -215,7 +215,13 @@ def test_p6_malformed_replies(take_worker: TakeWorker, scripted: Callable[..., S
     for payload in garbage:
         decode.send(payload)
     decode.send(encode_read_done(head.layer_idx, None))  # a legacy answer says nothing to an extended Prefill
-    wait_for("counted", lambda: prefill.worker.call("stats").get("frames_malformed", 0) == len(garbage))
+    # Each call tells what came since the last one.
+    counts: list[float] = []
+    wait_for(
+        "counted",
+        lambda: counts.append(prefill.worker.call("stats").get("frames_malformed", 0)) or sum(counts) >= len(garbage),
+    )
+    assert sum(counts) == len(garbage)
     assert prefill.worker.call("outstanding") == 1
     decode.done(head)
     prefill.wait_settled()
@@ -411,6 +417,34 @@ def test_an_answer_of_another_generation_is_not_talked_to(
     assert prefill.worker.call("wait_all") < 10.0
     assert "generation" in (prefill.reason_of(child) or "")
     assert decode.silent(0.2)
+
+
+def test_a_forgotten_prefill_begins_again(take_worker: TakeWorker) -> None:
+    """More connections than Decode keeps push out an idle one, never one that feeds a child."""
+    idle, feeding = Prefill.start(take_worker(), SPEC), Prefill.start(take_worker(), SPEC)
+    options = replace(DECODE_OPTIONS, max_connections=4)
+    trusted = [idle.generation, feeding.generation]
+    decode = Decode.start(take_worker(), SPEC, trusted=trusted, options=options)
+    prompts = Prompts(SPEC)
+    before, fed, lost, after = (prompts.child(3) for _ in range(4))
+    decode.add(before, fed, lost, after)
+    decode.expect(before, fed, after)
+    idle.publish(parts(before, decode.address))
+    decode.wait_reported(before, "done")
+    feeding.publish(parts(fed, decode.address), layers=[0, 1])
+    feeding.wait_settled()
+    crowd = [_connect(feeding, decode) for _ in range(6)]
+    idle.publish(parts(lost, decode.address), layers=[0])
+    wait_for("Prefill knows", lambda: "no metadata" in (idle.reason_of(lost) or ""))
+    assert idle.worker.call("wait_all") < 5.0
+    decode.worker.call("abort", [lost.name])
+    idle.publish(parts(after, decode.address))
+    decode.wait_reported(after, "done")
+    feeding.publish(parts(fed, decode.address), layers=[2, 3])
+    decode.wait_reported(fed, "done")
+    for raw in crowd:
+        raw.close()
+    decode.check()
 
 
 def _connect(prefill: Prefill, decode: Decode) -> ScriptedPrefill:
