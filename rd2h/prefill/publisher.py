@@ -47,6 +47,9 @@ class Publisher:
         self._book = PublishBook(memory, options, stats, clock)
         self._device = DeviceOrder()
         self._stopping = False
+        self._release_at_s = math.inf
+        """When writers need not wait for anybody any more: at once after ``close``, later when the thread died."""
+        self._peer_timeout_s = options.peer_timeout_s
         self._thread = threading.Thread(target=self._run, name="rd2h-publisher", daemon=True)
 
     def start(self) -> None:
@@ -57,10 +60,12 @@ class Publisher:
         """Stop the thread and close all connections; waiting writers are released."""
         self._device.close(timeout_s)
         with self._changed:
+            if not self._stopping and self._thread.is_alive():
+                self._book.watch.wake()  # before the thread can end, which closes what this writes to
             self._stopping = self._book.closed = True
+            self._release_at_s = -math.inf
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._book.watch.wake()
             self._thread.join(timeout_s)
 
     @property
@@ -108,7 +113,8 @@ class Publisher:
     def wait_writable(self, slots: Iterable[Slot] | None, writes: Writes) -> None:
         """Block until no Decode may still read what these writes overwrite.
 
-        Ends for every entry: it is acknowledged, or its endpoint never got it, or its Decode is given up.
+        Ends for every entry: it is acknowledged, or its endpoint never got it, or its Decode is given up. When the
+        publisher's thread has died nobody is left to tell, so it ends when every read lease has.
         """
         gates = self._book.gates
         if not len(gates):
@@ -118,8 +124,8 @@ class Publisher:
             if not gates.blocking(wanted, writes):
                 return
             begin = time.monotonic()
-            while not self._stopping and gates.blocking(wanted, writes):
-                self._changed.wait()
+            while gates.blocking(wanted, writes) and (left_s := self._release_at_s - self._clock()) > 0:
+                self._changed.wait(None if left_s == math.inf else left_s)
         self._stats.add(gate_waits=1, gate_wait_seconds=time.monotonic() - begin)
 
     def outstanding(self) -> int:
@@ -169,6 +175,7 @@ class Publisher:
         finally:
             with self._changed:
                 self._stopping = True
+                self._release_at_s = min(self._release_at_s, self._clock() + self._peer_timeout_s)
                 self._book.close()
                 self._changed.notify_all()
             self._book.terminate()

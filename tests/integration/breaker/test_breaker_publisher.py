@@ -138,3 +138,42 @@ def test_a_loss_that_the_forward_thread_sees_is_timed_by_the_sleeping_publisher(
         waiter.start()
         waiter.join(8)
         assert not waiter.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_publisher_does_not_free_what_a_decode_may_still_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode's read lease outlives the publisher's thread: its last echo may be quite fresh."""
+    publisher = make(PublisherOptions(peer_timeout_s=2.0))
+
+    def broken(_: Sequence[int]) -> None:
+        raise RuntimeError("a defect")
+
+    with ScriptedDecode() as decode:
+        generation = decode.address.generation
+        assert generation is not None
+        publisher.publish(0, [chunk(decode.address.base_port, generation)], last_layer=False)
+        decode.handshake()
+        decode.ready()
+        monkeypatch.setattr(publisher._book, "step", broken)
+        decode.send(encode_ping(generation, 1))
+        begin = time.monotonic()
+        wait_for("the thread is dead", lambda: not publisher.alive)
+        publisher.wait_writable(None, ALL_BLOCKS)
+        assert 1.0 <= time.monotonic() - begin < 10
+        publisher.wait_writable(None, ALL_BLOCKS)
+
+
+def test_close_releases_a_waiting_writer_at_once_and_may_come_twice(make: Make) -> None:
+    publisher = make()
+    with ScriptedDecode() as decode:
+        publisher.publish(0, [chunk(decode.address.base_port, decode.address.generation)], last_layer=False)
+        decode.handshake()
+        decode.ready()
+        waiter = threading.Thread(target=publisher.wait_writable, args=(None, ALL_BLOCKS), daemon=True)
+        waiter.start()
+        publisher.close()
+        waiter.join(5)
+        assert not waiter.is_alive()
+        publisher.close()
