@@ -3,8 +3,8 @@
 One cycle is the life of a rendezvous: await, advertise, the waiter is notified, Decode withdraws the child as done, the
 waiter learns that it is over. Latency runs from the call that advertises to the moment the waiter's iterator yields
 the child; the rate counts whole cycles. As in production, the await is there before the advert comes (a proxy awaits
-when it hands the request to Decode), and
-with several requests at a time neither side waits for one to be over before it serves the next.
+when it hands the request to Decode), and with several requests at a time neither side waits for the end of one before
+it serves the next.
 """
 
 import asyncio
