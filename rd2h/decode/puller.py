@@ -24,7 +24,7 @@ from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import SharedRouter
 from rd2h.decode.service import ServiceQueue
 from rd2h.decode.steps import Answer, ReadTask
-from rd2h.engines import READ_OK, TransferEngine
+from rd2h.engines import READ_OK, ReadCode, ReadResult, TransferEngine
 from rd2h.errors import EngineError
 from rd2h.stats import TransferStats
 from rd2h.timeline import Timeline
@@ -191,9 +191,7 @@ class Puller:
         if task.nothing_to_read:
             result = READ_OK
         else:
-            result = self._engine.batch_transfer_sync_read(
-                task.session, descriptors.local, descriptors.peer, descriptors.lengths
-            )
+            result = self._read(task)
         seconds = time.perf_counter() - begin
         answer = self._book.finish_read(connection, task, result, seconds, _now_s(), _now_ns())
         if self._timeline.enabled and result.ok:
@@ -201,6 +199,18 @@ class Puller:
                 "layer_read", layer=task.head.layer_idx, bytes=descriptors.nbytes, requests=list(task.request_ids)
             )
         return answer
+
+    def _read(self, task: ReadTask) -> ReadResult:
+        descriptors = task.descriptors
+        try:
+            return self._engine.batch_transfer_sync_read(
+                task.session, descriptors.local, descriptors.peer, descriptors.lengths
+            )
+        except Exception as error:
+            # A defect of the engine. The read must end in the book all the same, or its requests would never be
+            # reported and this thread's turn never be given back.
+            logger.exception("rd2h: the transfer engine raised during a read")
+            return ReadResult(ReadCode.NATIVE_EXCEPTION, f"the transfer engine raised {type(error).__name__}: {error}")
 
     # --- keeper thread ---
 

@@ -42,6 +42,7 @@ class SharedRouter:
         self._wakeup = Wakeup()
         self.unattended = False
         """Messages wait in the socket and no edge will tell; cleared by ``receive``."""
+        self._closed = False
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -65,7 +66,8 @@ class SharedRouter:
 
     def wake(self) -> None:
         """Make one waiting thread (or the next one that waits) return from ``wait``."""
-        self._wakeup.set()
+        if not self._closed:
+            self._wakeup.set()
 
     def wait(self) -> None:
         """Wait for messages or a wake; may return without either."""
@@ -93,6 +95,8 @@ class SharedRouter:
         The caller looks at ``unattended`` before it does anything that takes long.
         """
         with self._lock:
+            if self._closed:
+                return False
             try:
                 self._hot.send(identity, b"", payload)
                 sent = True
@@ -105,8 +109,11 @@ class SharedRouter:
         return sent
 
     def close(self) -> None:
-        """Close the socket; no thread may use it any more."""
+        """Close the socket; no thread may wait or receive any more, later sends find nobody."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             self._hot.socket.close(0)
         self._context.term()
         self._epoll.close()
