@@ -153,6 +153,12 @@ class DecodeSchedulerSide:
     half: DecodeScheduler
     control: ControlPlane | None
 
+    def note_workers(self, reasons: Mapping[str, str], unhealthy: str) -> None:
+        """What the workers reported in a step."""
+        self.half.note_reasons(reasons)
+        if unhealthy and self.control is not None:
+            self.control.note_unhealthy(unhealthy)
+
     def note_load(self, running: int) -> None:
         """Load for the next keep-alive."""
         if self.control is not None:

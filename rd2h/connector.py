@@ -174,7 +174,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefill_scheduler.note_workers(report.failures, report.unhealthy)
         if self._decode_scheduler is not None:
             if isinstance(report, WorkerReport):
-                self._decode_scheduler.half.note_reasons(report.reasons)
+                self._decode_scheduler.note_workers(report.reasons, report.unhealthy)
             self._decode_scheduler.half.received(
                 list(connector_output.finished_recving or ()), list(connector_output.failed_recving or ())
             )
@@ -252,7 +252,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         """Prefill: children that could not be served. Decode: why requests failed."""
         if self._decode_worker is not None:
             reasons = self._decode_worker.worker.take_reasons()
-            return WorkerReport([], reasons=reasons) if reasons else None
+            unhealthy = "" if self._decode_worker.worker.alive else "a thread of the puller is dead"
+            return WorkerReport([], unhealthy, reasons) if reasons or unhealthy else None
         if self._prefill_worker is None:
             return None
         worker = self._prefill_worker.worker
