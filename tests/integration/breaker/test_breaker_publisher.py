@@ -82,9 +82,7 @@ def test_a_message_that_arrives_while_the_publisher_sends_is_not_left_in_the_soc
         assert clocks == [7, 8]
 
 
-def test_more_decodes_than_one_zeromq_context_opens_sockets_for_by_default(
-    make: Make, failures: list[Refusal]
-) -> None:
+def test_more_decodes_than_one_zeromq_context_opens_sockets_for_by_default(make: Make, failures: list[Refusal]) -> None:
     """ZeroMQ allows 1023 sockets a context; a link takes three. The 342nd Decode must not end the publisher."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port = listener.getsockname()[1]

@@ -10,8 +10,8 @@ from rd2h.demo.vllm_cpu import answer_metadata_lookup
 if "vllm" not in sys.modules:
     answer_metadata_lookup()
 
-from rd2h.assembly import DecodeSchedulerSide  # noqa: E402 (vLLM's metadata look-up is answered first)
-from rd2h.connector import SfaRemoteD2HConnector, WorkerReport  # noqa: E402
+from rd2h.assembly import DecodeSchedulerSide
+from rd2h.connector import SfaRemoteD2HConnector, WorkerReport
 
 
 @dataclass
