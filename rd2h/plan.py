@@ -55,10 +55,10 @@ class Descriptors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPair:
-    """One layer on both sides, prepared for all chunks: base addresses by tensor (uint64[t] each) and block sizes."""
+    """One layer on both sides, prepared for all chunks: base addresses by tensor and block sizes."""
 
-    local_bases: Addresses
-    peer_bases: Addresses
+    bases: Addresses
+    """uint64[2, t]: local, then peer."""
     main_bytes: tuple[int, ...]
     indexer_bytes: tuple[int, ...]
     """Block bytes of indexer and scale, where present."""
@@ -67,8 +67,7 @@ class LayerPair:
     def of(cls, source: LayerLayout, destination: LayerLayout) -> "LayerPair":
         """The two layouts have passed ``check_source``."""
         return cls(
-            np.array([tensor.base_addr for tensor in destination.tensors], np.uint64),
-            np.array([tensor.base_addr for tensor in source.tensors], np.uint64),
+            np.array([[tensor.base_addr for tensor in side.tensors] for side in (destination, source)], np.uint64),
             tuple(tensor.block_bytes for tensor in destination.main),
             tuple(tensor.block_bytes for tensor in destination.indexer_tensors),
         )
@@ -76,8 +75,8 @@ class LayerPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offsets:
-    local: Addresses
-    peer: Addresses
+    addresses: Addresses
+    """uint64[2, n]: local, then peer."""
     lengths: Addresses
     tensor_of: Blocks
     """Position of each descriptor's tensor in its layer (int64[n])."""
@@ -102,19 +101,16 @@ class ChunkPlan:
         offsets = self._offsets.get(key)
         if offsets is None:
             offsets = self._offsets[key] = self._compute(pair)
-        return Descriptors(
-            offsets.local + pair.local_bases.take(offsets.tensor_of),
-            offsets.peer + pair.peer_bases.take(offsets.tensor_of),
-            offsets.lengths,
-            offsets.nbytes,
-        )
+        local, peer = pair.bases.take(offsets.tensor_of, axis=1) + offsets.addresses
+        return Descriptors(local, peer, offsets.lengths, offsets.nbytes)
 
     def _compute(self, pair: LayerPair) -> _Offsets:
         parts = [(self.main, size) for size in pair.main_bytes] + [(self.indexer, size) for size in pair.indexer_bytes]
         lengths = np.concatenate([runs.count * size for runs, size in parts])
+        local = np.concatenate([runs.local * size for runs, size in parts])
+        peer = np.concatenate([runs.source * size for runs, size in parts])
         return _Offsets(
-            np.concatenate([runs.local * size for runs, size in parts]).astype(np.uint64),
-            np.concatenate([runs.source * size for runs, size in parts]).astype(np.uint64),
+            np.stack((local, peer)).astype(np.uint64),
             lengths.astype(np.uint64),
             np.repeat(np.arange(len(parts)), [len(runs.count) for runs, _ in parts]),
             int(lengths.sum()),

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_ENDPOINTS = 4096
 MAX_STOPPED = 65536
 Clock = Callable[[], float]
+_ANSWERS = (ReadDone, ReadFailed)
 
 
 class PublishBook:
@@ -263,7 +264,7 @@ class PublishBook:
         message = decode_from_decode(payload)
         endpoint = link.endpoint
         now = self._clock()
-        if isinstance(message, ReadDone | ReadFailed):
+        if isinstance(message, _ANSWERS):
             endpoint.heard(now)
             self._acknowledge(endpoint, message, now)
             if endpoint.legacy:

@@ -15,10 +15,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
-from rd2h.gates import Slot, Writes
+from rd2h.gates import Slot, SlotGates, Writes
 from rd2h.prefill.book import Clock, PublishBook
 from rd2h.prefill.device import DeviceOrder, WaitForDevice
 from rd2h.prefill.endpoint import Endpoint, EndpointChunk, EndpointKey, LayerMessage
@@ -29,6 +28,24 @@ from rd2h.wire import Refusal
 __all__ = ["Publisher", "PublisherOptions", "SourceMemory"]
 
 logger = logging.getLogger(__name__)
+
+
+class _Locked:
+    """The publisher's lock as a context; writers look again when gates have opened under it. Not nested."""
+
+    __slots__ = ("_changed", "_gates", "_shut")
+
+    def __init__(self, changed: threading.Condition, gates: SlotGates) -> None:
+        self._changed, self._gates, self._shut = changed, gates, 0
+
+    def __enter__(self) -> None:
+        self._changed.acquire()
+        self._shut = len(self._gates)
+
+    def __exit__(self, *error: object) -> None:
+        if len(self._gates) < self._shut:
+            self._changed.notify_all()
+        self._changed.release()
 
 
 class Publisher:
@@ -45,6 +62,7 @@ class Publisher:
         self._stats, self._on_failure, self._clock = stats, on_failure, clock
         self._changed = threading.Condition()
         self._book = PublishBook(memory, options, stats, clock)
+        self._locked = _Locked(self._changed, self._book.gates)
         self._device = DeviceOrder()
         self._stopping = False
         self._release_at_s = math.inf
@@ -88,7 +106,7 @@ class Publisher:
         With ``after`` they go out when it has returned, on another thread: the device has not written the layer yet.
         """
         held: list[tuple[Endpoint, LayerMessage]] = []
-        with self._locked():
+        with self._locked:
             for chunk in chunks:
                 prepared = self._book.prepare(layer_idx, chunk, last_layer)
                 if prepared is not None and after is not None:
@@ -101,7 +119,7 @@ class Publisher:
 
     def fail_children(self, key: EndpointKey, failures: Sequence[Refusal]) -> None:
         """Tell a Decode that Prefill will not deliver these children, and stop publishing them."""
-        with self._locked():
+        with self._locked:
             self._book.tell_failure(key, failures)
         self._report()
 
@@ -135,18 +153,9 @@ class Publisher:
 
     # --- any thread ---
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The lock; writers look again when gates have opened under it."""
-        with self._changed:
-            closed_gates = len(self._book.gates)
-            yield
-            if len(self._book.gates) < closed_gates:
-                self._changed.notify_all()
-
     def _written(self, held: Sequence[tuple[Endpoint, LayerMessage]], error: str) -> None:
         """The device has written the layer of these messages, or has failed."""
-        with self._locked():
+        with self._locked:
             for endpoint, message in held:
                 self._book.enqueue(endpoint, message, error)
         self._report()
@@ -166,7 +175,7 @@ class Publisher:
             while not self._stopping:
                 check_at_s = self._book.check_at_s
                 fds = self._book.watch.wait(None if check_at_s == math.inf else max(0.0, check_at_s - self._clock()))
-                with self._locked():
+                with self._locked:
                     self._book.step(fds)
                 self._report()
         except Exception:
