@@ -158,7 +158,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._producer:
             self._prefill().half.finished(request.request_id, params)
         else:
-            self._decode().half.finished(request.request_id, params)
+            self._decode().half.finished(request.request_id, params, error=vllm_compat.ended_in_error(request))
         return False, None
 
     def request_finished_all_groups(

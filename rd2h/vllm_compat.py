@@ -79,6 +79,11 @@ def _prompt_tokens(new: Any) -> int:
     return 0 if new.prompt_embeds is None else int(new.prompt_embeds.shape[0])
 
 
+def ended_in_error(request: Any) -> bool:
+    """Whether vLLM itself ended a finished request as an error, e.g. because its load failed."""
+    return getattr(getattr(request, "status", None), "name", "") == "FINISHED_ERROR"
+
+
 def transfer_results(received: set[str], failed: set[str]) -> Any:
     """vLLM's own result object (>= 0.32)."""
     return connector_base.KVConnectorTransferResults(

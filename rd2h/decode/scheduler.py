@@ -26,6 +26,7 @@ class PullState(Enum):
 
     PULLING = "pulling"
     ABORTING = "aborting"
+    FAILING = "failing"
     REFUSED = "refused"
 
 
@@ -86,6 +87,8 @@ class DecodeScheduler:
             self._refused.append(Refused(request_id, str(error), list(main[start:stop])))
             return
         self._pulling[request_id] = Pulling(PullState.PULLING, advert)
+        # vLLM takes an id again only when its earlier request is gone: a fence that still waits is for that one.
+        self._aborts = [aborted for aborted in self._aborts if aborted != request_id]
         self._pulls.append(
             Pull(
                 advert.token,
@@ -97,14 +100,20 @@ class DecodeScheduler:
             )
         )
 
-    def finished(self, request_id: str, params: dict[str, Any]) -> None:
-        """vLLM ends a request: fence it if its KV is still coming, take it back if it was never advertised."""
+    def finished(self, request_id: str, params: dict[str, Any], *, error: bool = False) -> None:
+        """vLLM ends a request: fence it if its KV is still coming, take it back if it was never advertised.
+
+        With ``error`` vLLM itself ends it; for a failed load that comes before the report with the reason.
+        """
         self._prompts.pop(request_id, None)
         entry = self._pulling.get(request_id)
         if entry is not None:
             if entry.state is PullState.PULLING and entry.advert is not None:
-                entry.state = PullState.ABORTING
                 self._aborts.append(request_id)
+                if error:
+                    entry.state = PullState.FAILING
+                    return
+                entry.state = PullState.ABORTING
                 self._withdraw(entry.advert, "aborted", "aborted by its client")
         elif params.get("do_remote_prefill") is True:
             try:
@@ -127,7 +136,7 @@ class DecodeScheduler:
             entry = self._pulling.pop(request_id, None)
             if entry is None or entry.advert is None or entry.state is PullState.ABORTING:
                 continue
-            if request_id in failures:
+            if request_id in failures or entry.state is PullState.FAILING:
                 self._withdraw(entry.advert, "failed", entry.reason)
             else:
                 self._withdraw(entry.advert, "done", "")
