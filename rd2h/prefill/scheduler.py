@@ -1,6 +1,7 @@
 """Prefill's scheduler half: which blocks each step makes readable, for which children, and what it overwrites."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from rd2h.timeline import Timeline
 from rd2h.vllm_compat import BlockTables, ScheduledRequest
 
 logger = logging.getLogger(__name__)
+
+MAX_ENDED_CHILDREN = 16384
+"""Children of ended requests whose failure is still passed on: their KV may be on its way; the oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class PrefillScheduler:
         self._tables = BlockTables()
         self._requests: dict[str, Published] = {}
         self._failures: list[ChildFailure] = []
+        self._ended: OrderedDict[RemoteDecode, str] = OrderedDict()
+        """Rendezvous of children whose request is over."""
 
     def track(self, request_id: str, params: dict[str, Any], prompt_tokens: int) -> None:
         """A request with ``do_remote_decode`` is about to run; never raises for bad parameters."""
@@ -98,6 +104,10 @@ class PrefillScheduler:
             self._unscheduled(request_id, params)
         elif entry is not None and not entry.final:
             self._fail(entry.rendezvous_id, entry.children, "Prefill ended the request before all KV was computed")
+        elif entry is not None:
+            self._ended.update(dict.fromkeys(entry.children, entry.rendezvous_id))
+            while len(self._ended) > MAX_ENDED_CHILDREN:
+                self._ended.popitem(last=False)
 
     def worker_failures(self, failures: Sequence[ChildFailure]) -> None:
         """Children that the publisher could not serve."""
@@ -108,6 +118,10 @@ class PrefillScheduler:
                 self._report(entry.rendezvous_id, [child], reasons[child])
             if lost:
                 entry.children = tuple(child for child in entry.children if child not in reasons)
+        for child, reason in reasons.items():
+            rendezvous_id = self._ended.pop(child, None)
+            if rendezvous_id is not None:
+                self._report(rendezvous_id, [child], reason)
 
     def _unscheduled(self, request_id: str, params: dict[str, Any]) -> None:
         """A request that ended in the queue."""
