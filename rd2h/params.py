@@ -14,6 +14,7 @@ from rd2h.wire import TOKEN_BYTES
 
 BATCH_KEY = "batch_kv_transfer_params"
 MAX_CHILDREN = 16384
+MAX_RENDEZVOUS_ID = 128
 _SUFFIX = re.compile(r"(?:-[0-9a-f]{8})?")
 _CHOICE = re.compile(r"(\d{1,6})_")
 _PROMPT = re.compile(r"-(\d{1,6})(?:-[0-9a-f]{8})?")
@@ -101,7 +102,7 @@ def external_id(request_id: str) -> str:
 
 def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
     """Decode's part of the parameters."""
-    return RemotePrefill(_text(params, "rendezvous_id", 128), _text(params, "x_request_id", 512))
+    return RemotePrefill(_text(params, "rendezvous_id", MAX_RENDEZVOUS_ID), _text(params, "x_request_id", 512))
 
 
 def parse_remote_decodes(params: Mapping[str, Any]) -> RemoteDecodes:
@@ -118,7 +119,7 @@ def parse_remote_decodes(params: Mapping[str, Any]) -> RemoteDecodes:
     rendezvous_id = params.get("rendezvous_id")
     return RemoteDecodes(
         x_request_id if isinstance(x_request_id, str) else "",
-        rendezvous_id if isinstance(rendezvous_id, str) else "",
+        rendezvous_id if isinstance(rendezvous_id, str) and _is_text(rendezvous_id, MAX_RENDEZVOUS_ID) else "",
         children,
     )
 
@@ -155,9 +156,14 @@ def _remote_decode(entry: object) -> RemoteDecode:
 
 def _text(params: Mapping[str, Any], key: str, maximum: int) -> str:
     value = params.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= maximum:
+    if not isinstance(value, str) or not _is_text(value, maximum):
         raise RequestError(f"{key} must be a string of 1..{maximum} characters, got {value!r:.80}")
     return value
+
+
+def _is_text(value: str, maximum: int) -> bool:
+    """Whether a string has a fitting length and can be sent: JSON may carry half of a surrogate pair, UTF-8 cannot."""
+    return 0 < len(value) <= maximum and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _whole(params: Mapping[str, Any], key: str, minimum: int, maximum: int, default: int | None = None) -> int:
