@@ -15,7 +15,8 @@ How it is measured:
 * CPU is that of the whole process: all product threads, ZeroMQ's I/O thread, and on Prefill the forward thread that
   calls the publisher. Decode's harness thread is blocked meanwhile; Prefill's adds two clock readings a layer. In
   serial mode it covers the layers after the first, in pipelined mode all of them.
-* ``bare_rtt_p50_us`` is taken right before each row, with the same payload sizes, by two processes of their own.
+* ``bare_rtt_p50_us`` is taken between the chunks of each row, with the same payload sizes, by two processes of their
+  own: what else the machine does meets both alike.
 * Idle CPU is that of the whole process with a live connection and its heartbeats, over several seconds.
 """
 
@@ -51,7 +52,7 @@ class Effort:
     idle_s: float
 
 
-FULL = Effort(null_chunks=30, host_chunks=6, bare_round_trips=1000, idle_s=5.0)
+FULL = Effort(null_chunks=30, host_chunks=6, bare_round_trips=1500, idle_s=5.0)
 QUICK = Effort(null_chunks=5, host_chunks=2, bare_round_trips=200, idle_s=1.0)
 
 
@@ -88,11 +89,14 @@ class Bench:
     def row(self, case: Case, engine: str, mode: str) -> Row:
         """Measure one row."""
         message_bytes, reply_bytes = payload_bytes(case)
-        bare = self.bare.round_trips_s(self.effort.bare_round_trips, message_bytes, reply_bytes)
         chunks = self.effort.null_chunks if engine == "null" else self.effort.host_chunks
         alone = cast("list[float]", self.decode.ask("engine_alone", case, self.session, self.source, chunks))
         self._chunk(case, -1, mode)  # warm
-        runs = [self._chunk(case, turn, mode) for turn in range(chunks)]
+        bare: list[float] = []
+        runs = []
+        for turn in range(chunks):
+            runs.append(self._chunk(case, turn, mode))
+            bare += self.bare.round_trips_s(self.effort.bare_round_trips // chunks, message_bytes, reply_bytes)
         times = [run for run, _ in runs]
         if engine != "null" and (wrong := self.decode.ask("wrong_blocks", case, chunks - 1)):
             raise RuntimeError(f"case {case.name}: {wrong} blocks do not hold what Prefill published")

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-WARM_UP = 100
+WARM_UP = 10
 
 
 def serve_router(pipe: Connection) -> None:
