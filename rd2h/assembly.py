@@ -80,6 +80,7 @@ class EngineFacts:
                 "both must be 1",
                 key="parallel_config",
             )
+        startup.check_microbatches(vllm_config.parallel_config, producer)
         startup.check_pairing(config, producer, sizes.tp_size)
         text_config = vllm_config.model_config.hf_text_config
         startup.check_offload_side(

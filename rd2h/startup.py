@@ -60,6 +60,15 @@ def check_pairing(config: ConnectorConfig, producer: bool, tp_size: int) -> None
         raise TopologyError(f"{peer_key}={peer} is not allowed; expected {allowed}: {error}", key=peer_key) from None
 
 
+def check_microbatches(parallel_config: Any, producer: bool) -> None:
+    """Prefill publishes a layer at its first hook; with microbatches that comes before the others have written."""
+    if producer and getattr(parallel_config, "use_ubatching", False):
+        raise ConfigError(
+            "microbatches (--enable-dbo, --ubatch-size) are not supported on Prefill: layers are published one by one",
+            key="parallel_config",
+        )
+
+
 def check_offload_side(
     additional_config: Mapping[str, Any] | None, producer: bool, *, sparse_on_npu: bool, load_failure_policy: str
 ) -> None:
