@@ -20,7 +20,7 @@ LONE = "a\ud800b"
 @pytest.mark.parametrize("key", ["request_id", "remote_engine_id", "remote_host"])
 def test_a_child_with_text_that_cannot_be_encoded_is_refused(key: str) -> None:
     with pytest.raises(RequestError, match=key):
-        parse_remote_decodes(dispatch(child_params(**{key: LONE}) if key != "request_id" else child_params(LONE)))
+        parse_remote_decodes(dispatch({**child_params(), key: LONE}))
 
 
 @pytest.mark.parametrize("key", ["rendezvous_id", "x_request_id"])
