@@ -137,12 +137,16 @@ class Puller:
 
     def _serve_loop(self) -> None:
         try:
+            look = True
             while not self._stopping:
-                self._receive()
+                if look or self._router.unattended:
+                    self._receive()
                 connection, more = self._queue.take()
                 if connection is None:
                     self._router.wait()
+                    look = True
                     continue
+                look = False  # serving ends with a look at the socket, or does not touch it
                 if more:
                     self._router.wake()
                 self._serve(connection)

@@ -45,6 +45,7 @@ class Link:
     def __init__(self, endpoint: Endpoint, context: "zmq.Context[Any]", connect_s: float) -> None:
         self.endpoint = endpoint
         self._complained = False
+        self._sent_since_look = False
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         # The link is closed at the first sign of loss, long before this. With ZMQ_RECONNECT_IVL -1 or ZMQ_IMMEDIATE,
@@ -69,8 +70,11 @@ class Link:
 
     @property
     def receivable(self) -> bool:
-        """Whether messages wait in the socket."""
-        return not self._hot.socket.closed and self._hot.readable()
+        """Whether messages wait that no descriptor will tell about; only a send since the last look can cause that."""
+        if not self._sent_since_look or self._hot.socket.closed:
+            return False
+        self._sent_since_look = False
+        return self._hot.readable()
 
     def take_event(self) -> LinkEvent | None:
         """The most important event since the last call; a loss wins."""
@@ -86,6 +90,7 @@ class Link:
     def receive(self) -> list[bytes]:
         """Payloads that have arrived, in order. An empty delimiter is tolerated; other multiparts count as empty."""
         payloads = []
+        self._sent_since_look = False
         while self._hot.readable():
             frames = self._hot.receive()
             if len(frames) == 2 and not len(frames[0]):
@@ -96,6 +101,7 @@ class Link:
     def send(self, payload: bytes) -> bool:
         """Queue a payload; False when the peer does not take any more."""
         try:
+            self._sent_since_look = True
             self._hot.send(payload)
         except zmq.Again:
             return False
