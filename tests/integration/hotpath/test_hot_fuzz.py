@@ -32,7 +32,7 @@ from rd2h.wire import (
 SPEC = CacheSpec(layers=3, blocks=48, scale_bytes=16)
 TakeWorker = Callable[[], Worker]
 FRAMES = pytest.mark.parametrize(
-    "frames", [pytest.param(2500, id="short"), pytest.param(50_000, id="long", marks=pytest.mark.slow)]
+    "frames", [pytest.param(2500, id="short"), pytest.param(100_000, id="long", marks=pytest.mark.slow)]
 )
 PER_CONNECTION = 100
 

@@ -3,12 +3,14 @@
 import secrets
 
 import numpy as np
+import pytest
 
 from rd2h.children import ChildSpec, Outcome
-from rd2h.decode.book import Answer, PullBook
+from rd2h.decode.book import Answer, PullBook, ReadTask
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import Received
+from rd2h.engines import READ_OK
 from rd2h.layout import CacheLayout, LayerLayout, TensorLayout, encode_layer_map
 from rd2h.stats import TransferStats
 from rd2h.wire import (
@@ -18,6 +20,7 @@ from rd2h.wire import (
     Refusal,
     decode_from_decode,
     encode_mf_meta,
+    encode_pong,
     encode_prefill_failed,
     encode_read_requests,
     encode_ready,
@@ -84,3 +87,33 @@ def test_a_layer_refused_as_a_whole_fails_its_children_even_at_their_first_messa
     (report,) = made.take_finished(0.0)
     assert report.outcome is Outcome.FAILED
     assert report.reason == reply.error
+
+
+@pytest.mark.parametrize("abort", ["before the last layer", "after the last layer", "after the report"])
+def test_an_abort_that_races_the_end_is_one_report(abort: str) -> None:
+    made = book()
+    connect(made, layout())
+    token = secrets.token_bytes(16)
+    made.add([spec(token)], 0.0)
+    blocks = np.arange(4, dtype=np.int64)
+    requests = encode_read_requests([ReadRequest("request", blocks, np.empty(0, np.int64), 0, 0, token)])
+    ready = encode_ready(0, "layers.0.attn", requests, ("request",), 0, 1, (GENERATION, 1, (token,)))
+    made.accept(Received(PEER, encode_pong(PREFILL, 0)), 0.0, 1)
+    connection, _ = made.accept(Received(PEER, ready), 0.0, 1)
+    assert connection is not None
+    task = made.next_step(connection, 0.0)
+    assert isinstance(task, ReadTask)
+    if abort == "before the last layer":
+        made.abort(["request"], 0.0)
+        assert made.take_finished(0.0) == [], "a read is in flight"
+    made.finish_read(connection, task, READ_OK, 0.0, 0.0, 1)
+    if abort == "after the last layer":
+        made.abort(["request"], 0.0)
+    reports = made.take_finished(0.0)
+    if abort == "after the report":
+        made.abort(["request"], 0.0)
+    reports += made.take_finished(0.0)
+    assert [report.request_id for report in reports] == ["request"]
+    wanted = Outcome.ABORTED if abort == "before the last layer" else Outcome.DONE
+    assert reports[0].outcome is wanted
+    assert made.counts() == (0, 0, 0)
