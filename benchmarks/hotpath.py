@@ -16,7 +16,7 @@ How it is measured:
   calls the publisher. Decode's harness thread is blocked meanwhile; Prefill's adds two clock readings a layer. In
   serial mode it covers the layers after the first, in pipelined mode all of them.
 * ``bare_rtt_p50_us`` is taken between the chunks of each row, with the same payload sizes, by two processes of their
-  own: what else the machine does meets both alike.
+  own; ``engine_alone_chunk_p50_ms`` likewise, in the Decode process. What else the machine does meets all alike.
 * Idle CPU is that of the whole process with a live connection and its heartbeats, over several seconds.
 """
 
@@ -52,7 +52,7 @@ class Effort:
     idle_s: float
 
 
-FULL = Effort(null_chunks=30, host_chunks=6, bare_round_trips=1500, idle_s=5.0)
+FULL = Effort(null_chunks=30, host_chunks=10, bare_round_trips=1500, idle_s=5.0)
 QUICK = Effort(null_chunks=5, host_chunks=2, bare_round_trips=200, idle_s=1.0)
 
 
@@ -90,15 +90,16 @@ class Bench:
         """Measure one row."""
         message_bytes, reply_bytes = payload_bytes(case)
         chunks = self.effort.null_chunks if engine == "null" else self.effort.host_chunks
-        alone = cast("list[float]", self.decode.ask("engine_alone", case, self.session, self.source, chunks))
         self._chunk(case, -1, mode)  # warm
+        alone: list[float] = []
         bare: list[float] = []
         runs = []
         for turn in range(chunks):
             runs.append(self._chunk(case, turn, mode))
+            alone.append(cast(float, self.decode.ask("engine_alone", case, turn, self.session, self.source)))
             bare += self.bare.round_trips_s(self.effort.bare_round_trips // chunks, message_bytes, reply_bytes)
         times = [run for run, _ in runs]
-        if engine != "null" and (wrong := self.decode.ask("wrong_blocks", case, chunks - 1)):
+        if engine != "null" and (wrong := self._wrong_blocks(case, mode)):
             raise RuntimeError(f"case {case.name}: {wrong} blocks do not hold what Prefill published")
         acks = sorted(ack for run in times for ack in run.acks)
         layers = sum(run.cpu_layers for run in times)
@@ -117,6 +118,12 @@ class Bench:
             messages=len(times) * LAYERS,
             bare_rtt_p50_us=_us(statistics.median(bare)),
         )
+
+    def _wrong_blocks(self, case: Case, mode: str) -> int:
+        """Pull one more chunk into wiped memory; returns how many blocks do not hold Prefill's bytes."""
+        self.decode.ask("wipe")
+        self._chunk(case, 0, mode)
+        return cast(int, self.decode.ask("wrong_blocks", case, 0))
 
     def _chunk(self, case: Case, turn: int, mode: str) -> tuple[ChunkTimes, dict[str, float]]:
         tokens = [secrets.token_bytes(16) for _ in range(case.requests)]

@@ -6,7 +6,7 @@ sequence number; anything stale, duplicate or foreign changes nothing. A writer 
 waits only for entries with those blocks. Pure state: the publisher adds the lock and the waiting.
 """
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -115,10 +115,16 @@ class SlotGates:
 
     def blocking(self, slots: Iterable[Slot] | None, writes: Writes) -> list[GateEntry]:
         """Entries that a write into ``slots`` (None: any slot) must wait for."""
+        return list(self._blocking(slots, writes))
+
+    def blocked(self, slots: Iterable[Slot] | None, writes: Writes) -> bool:
+        """Whether a write into ``slots`` (None: any slot) must wait; looks no further than the first reason."""
+        return next(self._blocking(slots, writes), None) is not None
+
+    def _blocking(self, slots: Iterable[Slot] | None, writes: Writes) -> Iterator[GateEntry]:
         if not self._entries:
-            return []
+            return
         verdicts: dict[tuple[int, Component], bool] = {}
-        found: list[GateEntry] = []
         seen: set[tuple[Endpoint, int]] = set()
         for slot in list(self._by_slot) if slots is None else slots:
             for key, entry in self._by_slot.get(slot, {}).items():
@@ -128,8 +134,7 @@ class SlotGates:
                     touched = verdicts[verdict_key] = writes.touches(entry.blocks, slot.component)
                 if touched and key not in seen:
                     seen.add(key)
-                    found.append(entry)
-        return found
+                    yield entry
 
     def _remove(self, entry: GateEntry) -> None:
         key = (entry.endpoint, entry.seq)

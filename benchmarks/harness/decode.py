@@ -69,25 +69,24 @@ class DecodeProcess:
         return self._stats.take()
 
     def wrong_blocks(self, case: Case, turn: int) -> int:
-        """Blocks that do not hold Prefill's bytes after this turn; wipes the stamps for the next check."""
+        """Blocks that do not hold Prefill's bytes after this turn."""
         source, local = case.request_blocks(PREFILL_SEED, turn), case.request_blocks(DECODE_SEED, turn)
-        wrong = self._memory.unstamped(source, local)
+        return self._memory.unstamped(source, local)
+
+    def wipe(self) -> None:
+        """Forget all bytes that were pulled."""
         for buffers in self._memory.buffers:
             for buffer in buffers:
                 buffer[:] = 0
-        return wrong
 
-    def engine_alone(self, case: Case, session: str, source: CacheLayout, chunks: int) -> list[float]:
-        """Seconds that the engine itself takes for all layers of the chunk, on the descriptors the puller uses."""
+    def engine_alone(self, case: Case, turn: int, session: str, source: CacheLayout) -> float:
+        """Seconds that the engine itself takes for all layers of a chunk, on the descriptors the puller uses."""
         self._engine.open_session(session)
-        times = []
-        for turn in range(chunks):
-            theirs, ours = case.request_blocks(PREFILL_SEED, turn), case.request_blocks(DECODE_SEED, turn)
-            runs = coalesce(np.concatenate(theirs), np.concatenate(ours))
-            plan = ChunkPlan(runs, runs)
-            pairs = zip(source.layers, self._layout.layers, strict=True)
-            times.append(self._read_all(session, [plan.descriptors(*pair) for pair in pairs]))
-        return times
+        theirs, ours = case.request_blocks(PREFILL_SEED, turn), case.request_blocks(DECODE_SEED, turn)
+        runs = coalesce(np.concatenate(theirs), np.concatenate(ours))
+        plan = ChunkPlan(runs, runs)
+        pairs = zip(source.layers, self._layout.layers, strict=True)
+        return self._read_all(session, [plan.descriptors(*pair) for pair in pairs])
 
     def _read_all(self, session: str, layers: list[Descriptors]) -> float:
         read = self._engine.batch_transfer_sync_read
@@ -122,6 +121,8 @@ def serve_decode(pipe: Connection) -> None:
             answer = decode.finish(*arguments)
         elif name == "wrong_blocks":
             answer = decode.wrong_blocks(*arguments)
+        elif name == "wipe":
+            decode.wipe()
         elif name == "engine_alone":
             answer = decode.engine_alone(*arguments)
         elif name == "stop":

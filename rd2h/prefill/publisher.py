@@ -30,20 +30,25 @@ __all__ = ["Publisher", "PublisherOptions", "SourceMemory"]
 logger = logging.getLogger(__name__)
 
 
-class _Locked:
-    """The publisher's lock as a context; writers look again when gates have opened under it. Not nested."""
+Awaited = tuple[Sequence[Slot] | None, Writes]
 
-    __slots__ = ("_changed", "_gates", "_shut")
+
+class _Locked:
+    """The publisher's lock as a context; writers are woken when what they wait for has opened under it. Not nested."""
+
+    __slots__ = ("_changed", "_gates", "_shut", "waiting")
 
     def __init__(self, changed: threading.Condition, gates: SlotGates) -> None:
         self._changed, self._gates, self._shut = changed, gates, 0
+        self.waiting: list[Awaited] = []
+        """What each waiting writer is about to overwrite."""
 
     def __enter__(self) -> None:
         self._changed.acquire()
         self._shut = len(self._gates)
 
     def __exit__(self, *error: object) -> None:
-        if len(self._gates) < self._shut:
+        if len(self._gates) < self._shut and not all(self._gates.blocked(*awaited) for awaited in self.waiting):
             self._changed.notify_all()
         self._changed.release()
 
@@ -137,13 +142,17 @@ class Publisher:
         gates = self._book.gates
         if not len(gates):
             return
-        wanted = list(slots) if slots is not None else None
+        awaited = (list(slots) if slots is not None else None, writes)
         with self._changed:
-            if not gates.blocking(wanted, writes):
+            if not gates.blocked(*awaited):
                 return
             begin = time.monotonic()
-            while gates.blocking(wanted, writes) and (left_s := self._release_at_s - self._clock()) > 0:
-                self._changed.wait(None if left_s == math.inf else left_s)
+            self._locked.waiting.append(awaited)
+            try:
+                while gates.blocked(*awaited) and (left_s := self._release_at_s - self._clock()) > 0:
+                    self._changed.wait(None if left_s == math.inf else left_s)
+            finally:
+                self._locked.waiting.remove(awaited)
         self._stats.add(gate_waits=1, gate_wait_seconds=time.monotonic() - begin)
 
     def outstanding(self) -> int:
