@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Outcome, RendezvousEvent
 
@@ -12,8 +12,7 @@ from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.rendezvous_record import ChildEnd
 
 
-@dataclass(frozen=True, slots=True)
-class EndedRendezvous:
+class EndedRendezvous(NamedTuple):
     """How a rendezvous and its children ended."""
 
     outcome: Outcome

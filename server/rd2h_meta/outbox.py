@@ -37,8 +37,13 @@ class Outbox:
 
     def put_event(self, event: RendezvousEvent) -> None:
         """Queue an event."""
-        if self._take_room():
-            self._events.append(event)
+        self._room -= 1
+        if self._room < 0:
+            self._overflow()
+            return
+        self._events.append(event)
+        if not self._news:
+            self._tell()
 
     def put_result(self, result: OperationResult) -> None:
         """Queue a result."""

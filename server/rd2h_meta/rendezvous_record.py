@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
@@ -22,9 +23,12 @@ _SEVERITY = (OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_EXPIRED, OUTCOME_FAILED)
 """Outcomes from the mildest to the worst: a rendezvous ends like its worst child."""
 
 
+_NAMES = {outcome: Outcome.Name(outcome).removeprefix("OUTCOME_").lower() for outcome in Outcome.values()}
+
+
 def outcome_name(outcome: Outcome) -> str:
     """Return "done", "aborted", "failed" or "expired"."""
-    return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+    return _NAMES[outcome]
 
 
 def advertised_event(rendezvous_id: str, child: Child) -> RendezvousEvent:
@@ -34,9 +38,8 @@ def advertised_event(rendezvous_id: str, child: Child) -> RendezvousEvent:
     return event
 
 
-@dataclass(frozen=True, slots=True)
-class ChildEnd:
-    """How a child ended."""
+class ChildEnd(NamedTuple):
+    """How a child ended. (A tuple is made in a third of the time of a frozen dataclass.)"""
 
     outcome: Outcome
     reason: str
@@ -122,11 +125,12 @@ class RendezvousRecord:
             PreconditionError: the awaiter expects no more.
             LimitError: a rendezvous holds no more.
         """
-        if self.expected_children and self.known_children >= self.expected_children:
+        known_children = len(self.live) + len(self.ended)
+        if self.expected_children and known_children >= self.expected_children:
             raise PreconditionError(
                 f"rendezvous {rendezvous_id!r}: all {self.expected_children} expected children are known already"
             )
-        if self.known_children >= max_children:
+        if known_children >= max_children:
             raise LimitError(f"rendezvous {rendezvous_id!r} has {max_children} children, the most allowed", 1.0)
 
     def expect(self, rendezvous_id: str, expected_children: int, deadline_s: float) -> None:
@@ -155,16 +159,17 @@ class RendezvousRecord:
 
     def note_complete(self) -> bool:
         """Move to COMPLETE when all expected children are known; return True when that happened now."""
-        if self.state is RendezvousState.COMPLETE or self.known_children != self.expected_children:
+        if self.state is RendezvousState.COMPLETE or len(self.live) + len(self.ended) != self.expected_children:
             return False
         self.state = RendezvousState.COMPLETE
         return True
 
     def final_end(self) -> tuple[Outcome, str] | None:
         """Return outcome and reason when every expected child has ended, else None."""
-        if self.live or len(self.ended) != self.expected_children:
+        children = len(self.ended)
+        if self.live or children != self.expected_children:
             return None
-        if len(self.ended) == 1:
+        if children == 1:
             (worst,) = self.ended.values()
         else:
             worst = max(self.ended.values(), key=lambda end: _SEVERITY.index(end.outcome))
