@@ -61,13 +61,14 @@ class ChildrenIterator:
         return self
 
     async def __anext__(self) -> RendezvousEvent:
-        while not self._events:
+        events = self._events
+        while not events:
             if self._error is not None:
                 raise self._error
             if self._over:
                 raise StopAsyncIteration
             await self._wait()
-        return self._events.popleft()
+        return events.popleft()
 
     async def aclose(self) -> None:
         """Stop awaiting; the rendezvous goes on until it is cancelled or its time limit passes."""
@@ -126,7 +127,8 @@ class ChildrenIterator:
 
     def _push(self, event: RendezvousEvent) -> None:
         self._events.append(event)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

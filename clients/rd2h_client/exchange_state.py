@@ -292,4 +292,5 @@ def _ignore(error: MetaError | None) -> None:
 
 
 def _milliseconds(seconds: float) -> int:
-    return min(max(1, round(seconds * 1000)), 2**32 - 1)
+    milliseconds = int(seconds * 1000 + 0.5)
+    return milliseconds if 1 <= milliseconds < 2**32 else min(max(1, milliseconds), 2**32 - 1)

@@ -47,15 +47,18 @@ class ExchangeStream:
         self._retry = retry
         self._on_service = on_service
         self._wake = asyncio.Event()
+        self._kicked = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = float("inf")
         self.connected = False
         """True while the service answers."""
 
     def kick(self) -> None:
-        """Something may be ready to send."""
-        self._wake.set()
-        self._set_timer()
+        """Something may be ready to send. Whatever comes within one turn of the event loop is one kick."""
+        if not self._kicked:
+            self._kicked = True
+            self._wake.set()
+            asyncio.get_running_loop().call_soon(self._end_turn)
 
     async def run(self) -> None:
         """Keep a stream up for ever."""
@@ -110,6 +113,10 @@ class ExchangeStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The reader sees the same end, with its status; what was taken has no result and is sent again.
             return
+
+    def _end_turn(self) -> None:
+        self._kicked = False
+        self._set_timer()
 
     def _set_timer(self) -> None:
         due_s = self._state.next_wake_s()
