@@ -119,6 +119,8 @@ class ChildTable:
     _children: dict[bytes, Child] = field(default_factory=dict)
     _tokens: dict[str, bytes] = field(default_factory=dict)
     _external: dict[str, bytes] = field(default_factory=dict)
+    _pulling: set[bytes] = field(default_factory=set)
+    """Tokens of the children in state PULLING."""
     _fenced: dict[bytes, None] = field(default_factory=dict)
     _reads: dict[int, frozenset[bytes]] = field(default_factory=dict)
     _reports: list[Finished] = field(default_factory=list)
@@ -147,6 +149,7 @@ class ChildTable:
             self._reports.append(Finished(spec.request_id, spec.token, Outcome.FAILED, reason))
             return
         self._children[spec.token] = Child(spec, now_s + self.idle_timeout_s)
+        self._pulling.add(spec.token)
         self._tokens[spec.request_id] = spec.token
         self._external.setdefault(spec.external_id, spec.token)
         self.epoch += 1
@@ -178,10 +181,8 @@ class ChildTable:
     def begin_read(self, tokens: Iterable[bytes]) -> int:
         """A read that writes into these children starts; returns its id. All must be pulling."""
         touched = frozenset(tokens)
-        for token in touched:
-            child = self._children.get(token)
-            if child is None or child.state is not ChildState.PULLING:
-                raise StateError("a read may not start for a fenced child")
+        if not self._pulling.issuperset(touched):
+            raise StateError("a read may not start for a fenced child")
         self._next_read += 1
         self._reads[self._next_read] = touched
         return self._next_read
@@ -277,6 +278,7 @@ class ChildTable:
 
     def _fence(self, child: Child, outcome: Outcome, reason: str, now_s: float, hold_s: float) -> None:
         child.state, child.outcome, child.reason = ChildState.FENCED, outcome, reason
+        self._pulling.discard(child.spec.token)
         child.hold_until_s = now_s + hold_s
         self._fenced[child.spec.token] = None
         self.epoch += 1

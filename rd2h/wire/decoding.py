@@ -52,6 +52,7 @@ _MAX_MAPS = 8
 _MAX_HEAD_BYTES = 8 * MAX_NAME_CHARS
 _MAX_TAIL_BYTES = 4096
 """Bounds of what is unpacked around known read requests without counting containers."""
+_NEEDLE_BYTES = 24
 _FIXARRAY = 0x90
 _FIXARRAYS = [bytes((_FIXARRAY + count,)) for count in range(16)]
 _THREE = _FIXARRAYS[3]
@@ -240,9 +241,12 @@ def _split_around(payload: bytes, known_requests: bytes) -> tuple[int, list[Any]
     msgpack is a prefix code: when exactly three whole values lie before ``known_requests`` (one whole value itself) and
     exactly the remaining ones behind it, then it is the fourth.
     """
-    begin = payload.find(known_requests, 0, _MAX_HEAD_BYTES + len(known_requests))
-    count = payload[0] - _FIXARRAY if payload else 0
-    if begin < 0 or not 5 <= count <= 10 or len(payload) - begin - len(known_requests) > _MAX_TAIL_BYTES:
+    # A short needle: looking for a long one takes longer than unpacking it.
+    begin = payload.find(known_requests[:_NEEDLE_BYTES], 0, _MAX_HEAD_BYTES)
+    if begin < 0 or not payload.startswith(known_requests, begin):
+        return None
+    count = payload[0] - _FIXARRAY
+    if not 5 <= count <= 10 or len(payload) - begin - len(known_requests) > _MAX_TAIL_BYTES:
         return None
     try:
         values = _unpackb(_THREE + payload[1:begin], ext_hook=no_extension)
