@@ -17,8 +17,11 @@ from rd2h_meta.outbox import Outbox
 from rd2h_meta.rendezvous import NOBODY, RendezvousTable
 from rd2h_meta.status import abort, result_of
 
-OPERATIONS_PER_TURN = 64
-"""Operations of one message applied before other streams, and what these operations brought about, get their turn."""
+OPERATIONS_PER_TURN = 256
+"""Operations of one message applied before other streams, and what these operations brought about, get their turn.
+
+Some two milliseconds of work. Fewer would split what they bring about into small messages, and a message costs as much
+as ten operations."""
 
 Context = Any
 """grpc.aio.ServicerContext; its published types do not fit the asyncio server."""
