@@ -61,9 +61,13 @@ def test_a_message_that_arrives_while_the_publisher_sends_is_not_left_in_the_soc
         port, generation = decode.address.base_port, decode.address.generation
         assert generation is not None
 
+        # The scripted socket belongs to this thread: the publisher's only says when, and waits for the ping to be out.
+        answering, pinged = threading.Event(), threading.Event()
+
         def slow_pong(own: int, clock_ns: int) -> bytes:
             if clock_ns == 7:
-                decode.send(encode_ping(generation, 8))
+                answering.set()
+                assert pinged.wait(5)
                 time.sleep(0.2)
             return encode_pong(own, clock_ns)
 
@@ -72,6 +76,9 @@ def test_a_message_that_arrives_while_the_publisher_sends_is_not_left_in_the_soc
         publisher.publish(0, [chunk(port, generation)], last_layer=False)
         decode.receive()
         decode.send(encode_mf_ack(generation, 7))
+        assert answering.wait(5)
+        decode.send(encode_ping(generation, 8))
+        pinged.set()
         clocks: list[int] = []
         deadline = time.monotonic() + 5
         while 8 not in clocks and time.monotonic() < deadline:
