@@ -98,7 +98,7 @@ sys.exit(main(sys.argv[1:]))
         "return READ_OK",
         "return real(self, session, local[:-1], peer[:-1], lengths[:-1]) if local.size > 1 else READ_OK",
         "return real(self, session, local, peer + local.dtype.type(1), lengths - local.dtype.type(1))",
-        "return real(self, session, local - local.dtype.type(1), peer, lengths)",
+        "return real(self, session, local + local.dtype.type(1), peer, lengths - local.dtype.type(1))",
     ],
     ids=["nothing", "one-missing", "shifted-source", "shifted-destination"],
 )
