@@ -6,7 +6,7 @@ then the indexer, then the LIC8 scale.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,14 +307,3 @@ def storage_slots(components: Sequence[Sequence[TensorLayout]]) -> list[int | No
             reach, owner = end, index
     numbers: dict[int, int] = {}
     return [numbers.setdefault(root(i), len(numbers)) if tensors else None for i, tensors in enumerate(components)]
-
-
-def merge_spans(tensors: Iterable[TensorLayout]) -> list[tuple[int, int]]:
-    """(address, length) of the merged memory that ``tensors`` cover, for registration with an engine."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted((tensor.base_addr, tensor.end_addr) for tensor in tensors if tensor.num_blocks):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return [(begin, end - begin) for begin, end in merged]

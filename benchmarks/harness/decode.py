@@ -12,7 +12,7 @@ from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.puller import Puller
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
-from rd2h.layout import CacheLayout, merge_spans
+from rd2h.layout import CacheLayout
 from rd2h.plan import ChunkPlan, Descriptors, coalesce
 from rd2h.stats import TransferStats
 from rd2h.timeline import Timeline
@@ -30,7 +30,7 @@ class DecodeProcess:
         self._engine = create_engine(backend)
         self._engine.initialize(EngineRole.DECODE)
         tensors = (tensor for layer in self._layout.layers for tensor in layer.tensors)
-        self._engine.register_memory([MemoryRegion(addr, length) for addr, length in merge_spans(tensors)])
+        self._engine.register_memory([MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors])
         self._puller = Puller(
             PullerOptions("127.0.0.1", 0, self.generation, b"", 1),
             Destination(self._layout, 0, 1, split_main=False),

@@ -10,7 +10,7 @@ from benchmarks.harness.cases import LAYERS, PREFILL_SEED, CacheMemory, Case, la
 from benchmarks.harness.clocks import process_cpu_s
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks
-from rd2h.layout import encode_layer_map, merge_spans
+from rd2h.layout import encode_layer_map
 from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.stats import TransferStats
@@ -102,7 +102,7 @@ class PrefillProcess:
         self.engine = create_engine(backend)
         self.engine.initialize(EngineRole.PREFILL)
         tensors = (tensor for layer in layout.layers for tensor in layer.tensors)
-        self.engine.register_memory([MemoryRegion(addr, length) for addr, length in merge_spans(tensors)])
+        self.engine.register_memory([MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors])
         self._slots = layer_slots()
         self._publisher = Publisher(
             SourceMemory(

@@ -18,7 +18,6 @@ from rd2h.decode.puller import Puller
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
 from rd2h.errors import ConfigError
 from rd2h.gates import Component
-from rd2h.layout import merge_spans
 from rd2h.stats import TransferStats
 from rd2h.timeline import Timeline
 
@@ -36,7 +35,7 @@ class DecodeRank:
         self.engine = ControlledEngine(create_engine(backend))
         self.engine.inner.initialize(EngineRole.DECODE)
         tensors = (tensor for layer in layout.layers for tensor in layer.tensors)
-        self.engine.inner.register_memory([MemoryRegion(addr, size) for addr, size in merge_spans(tensors)])
+        self.engine.inner.register_memory([MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors])
         self.stats = TransferStats()
         destination = Destination(layout, rank, tp_size, split_main)
         self.puller = Puller(options, destination, self.engine, self.stats, Timeline("D", None))

@@ -11,7 +11,7 @@ from harness.plans import Part
 
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Component, Writes
-from rd2h.layout import encode_layer_map, merge_spans
+from rd2h.layout import encode_layer_map
 from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
 from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.stats import TransferStats
@@ -32,7 +32,7 @@ class PrefillRank:
         self.engine = create_engine(backend)
         self.engine.initialize(EngineRole.PREFILL)
         tensors = (tensor for layer in layout.layers for tensor in layer.tensors)
-        self.engine.register_memory([MemoryRegion(addr, size) for addr, size in merge_spans(tensors)])
+        self.engine.register_memory([MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors])
         self.stats = TransferStats()
         self.failures: dict[bytes, str] = {}
         self.publisher = Publisher(

@@ -10,7 +10,7 @@ from offload_rank_process import BLOCK, BLOCKS, GENERATION, INDEX, LAYERS, RANK,
 
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Component, Slot
-from rd2h.layout import CacheLayout, LayerLayout, TensorLayout, encode_layer_map, merge_spans
+from rd2h.layout import CacheLayout, LayerLayout, TensorLayout, encode_layer_map
 from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
 from rd2h.prefill.options import PublisherOptions, SourceMemory
 from rd2h.prefill.publisher import Publisher
@@ -114,12 +114,13 @@ class PrefillRanks:
         self.failures, self.engines, self.publishers = [], [], []
 
     def start(self):
-        spans = merge_spans(tensor for layer in self.layout.layers for tensor in layer.tensors)
+        tensors = [tensor for layer in self.layout.layers for tensor in layer.tensors]
+        regions = [MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors]
         slots = [(Slot(Component.MAIN, i), Slot(Component.INDEXER, i)) for i in range(LAYERS)]
         for rank in range(self.p_tp):
             engine = create_engine("host")
             engine.initialize(EngineRole.PREFILL)
-            engine.register_memory([MemoryRegion(address, length) for address, length in spans])
+            engine.register_memory(regions)
             memory = SourceMemory(
                 engine.session(),
                 encode_layer_map(self.layout),

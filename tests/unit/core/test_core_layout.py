@@ -25,7 +25,6 @@ from rd2h.layout import (
     decode_layer_map,
     encode_layer_map,
     layer_number,
-    merge_spans,
     storage_slots,
 )
 
@@ -385,14 +384,3 @@ def test_a_ring_of_buffers() -> None:
 
 def test_touching_buffers_are_not_shared() -> None:
     assert storage_slots([[TensorLayout(0, 8, 4)], [TensorLayout(32, 8, 4)], [TensorLayout(63, 1, 1)]]) == [0, 1, 1]
-
-
-@settings(deadline=None)
-@given(st.lists(st.builds(TensorLayout, st.integers(0, 60), st.integers(1, 4), st.integers(0, 6)), max_size=9))
-def test_registered_memory_covers_exactly_the_tensors(registered: list[TensorLayout]) -> None:
-    spans = merge_spans(registered)
-    covered = [byte for begin, length in spans for byte in range(begin, begin + length)]
-    assert len(covered) == len(set(covered)), "regions are disjoint"
-    assert set(covered) == {byte for t in registered for byte in range(t.base_addr, t.end_addr)}
-    assert all(length > 0 for _, length in spans), "nobody can register nothing"
-    assert all(a + length < b for (a, length), (b, _) in itertools.pairwise(spans)), "merged where possible"
