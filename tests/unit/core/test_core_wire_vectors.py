@@ -86,6 +86,10 @@ OTHERS: dict[str, tuple[FromPrefill | FromDecode, Callable[[], bytes]]] = {
         MfMeta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5)),
         lambda: encode_mf_meta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5)),
     ),
+    "mf_meta_peer_timeout": (
+        MfMeta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, peer_timeout_ms=20_000)),
+        lambda: encode_mf_meta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, 20_000)),
+    ),
     "ack": (LegacyAck(), lambda: b"ACK"),
     "mf_ack": (MfAck(1, GEN_D, 1234567890123456789), lambda: encode_mf_ack(GEN_D, 1234567890123456789)),
     "mf_ack_refused": (
