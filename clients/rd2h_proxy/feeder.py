@@ -53,6 +53,7 @@ class Feeder:
         self._exclude = exclude_prefill
         self._gathering = Gathering(request.prompts, request.n, router.limits.gather_window_s)
         self._waves: dict[asyncio.Task[None], list[Child]] = {}
+        self._prompt_tokens: dict[int, int] = {}
         self._started = self._now()
         self._outage_since: float | None = None
         self._failed_at: float | None = None
@@ -139,9 +140,17 @@ class Feeder:
         except BadAdvertError as error:
             raise engine_failure(Blame.DECODE, self._decode.target.address, str(error)) from error
         self._router.membership.learn(child.engine_id, self._decode.target.address)
-        sizes = self._request.prompt_sizes
-        if not self._request.sizes_are_tokens and not self._request.media_tokens:
-            self._router.ratio.learn(sizes[child.prompt_index], child.prompt_tokens)
+        if child.prompt_tokens:
+            self._learn_size(child)
+
+    def _learn_size(self, child: Child) -> None:
+        """Decode counts tokens where the proxy could only guess, at pictures above all."""
+        request = self._request
+        if not request.sizes_are_tokens and not request.media_tokens:
+            self._router.ratio.learn(request.prompt_sizes[child.prompt_index], child.prompt_tokens)
+        self._prompt_tokens[child.prompt_index] = child.prompt_tokens
+        if len(self._prompt_tokens) == request.prompts:
+            self._decode.adjust_work(sum(self._prompt_tokens.values()) + request.output_tokens())
 
     def _note_failure(self, reason: str) -> None:
         # Decode hears the same and answers with the status that belongs to it; we only make sure that it does.

@@ -19,6 +19,11 @@ JsonObject = dict[str, Any]
 _OUTPUT_ESTIMATE_CAP_TOKENS = 512
 _DEFAULT_OUTPUT_TOKENS = 256
 _MEDIA_PART_TOKENS = 1000
+# Keys of the parts of a chat message, as vLLM knows them.
+_TEXT_KEYS = ("text", "thinking", "refusal")
+_MEDIA_KEYS = frozenset(
+    {"image_url", "image_embeds", "image_pil", "audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds"}
+)
 
 
 class Api(Enum):
@@ -154,23 +159,35 @@ def _chat_sizes(body: JsonObject) -> tuple[list[int], bool]:
     total = sum(_message_bytes(message) for message in messages)
     tools = body.get("tools")
     if tools is not None:
-        total += len(json.dumps(tools))
+        total += _text_bytes(json.dumps(tools, ensure_ascii=False))
     return [total], False
 
 
 def _message_bytes(message: object) -> int:
     if not isinstance(message, dict):
         return 0
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    total = _text_bytes(json.dumps(calls, ensure_ascii=False)) if calls else 0
     if isinstance(content, str):
-        return _text_bytes(content)
+        return total + _text_bytes(content)
     if isinstance(content, list):
-        return sum(_text_bytes(part["text"]) for part in content if _is_text_part(part))
-    return 0
+        total += sum(_part_bytes(part) for part in content)
+    return total
 
 
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+def _part_bytes(part: object) -> int:
+    """Bytes of text in one part of a message. What else it holds, a picture above all, is no text to be tokenised."""
+    if isinstance(part, str):
+        return _text_bytes(part)
+    texts = [part.get(key) for key in _TEXT_KEYS] if isinstance(part, dict) else []
+    return sum(_text_bytes(text) for text in texts if isinstance(text, str))
+
+
+def _is_media(part: object) -> bool:
+    """Whether a part may hold something else than text. Parts may come without a type, so their keys decide."""
+    if not isinstance(part, dict):
+        return not isinstance(part, str)
+    return not _MEDIA_KEYS.isdisjoint(part) or not any(key in part for key in _TEXT_KEYS)
 
 
 def _count_media(messages: Sequence[object] | None) -> int:
@@ -178,7 +195,7 @@ def _count_media(messages: Sequence[object] | None) -> int:
     for message in messages or ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            parts += sum(1 for part in content if not _is_text_part(part))
+            parts += sum(1 for part in content if _is_media(part))
     return parts
 
 

@@ -39,5 +39,19 @@ def cannot_continue(request: OpenAiRequest) -> str | None:
 def _constrained(body: JsonObject) -> bool:
     response_format = body.get("response_format")
     free_form = response_format is None or (isinstance(response_format, dict) and response_format.get("type") == "text")
-    named_tool = body.get("tool_choice") not in (None, "auto", "none")
-    return not free_form or body.get("structured_outputs") is not None or named_tool
+    return not free_form or body.get("structured_outputs") is not None or _constrained_calls(body)
+
+
+def _constrained_calls(body: JsonObject) -> bool:
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice not in (None, "auto", "none"):
+        return True
+    if choice == "none" or not isinstance(tools, list):
+        return False
+    # "auto" is free form unless the client wants schemas to be kept or at most one call: then calls obey a grammar.
+    return body.get("parallel_tool_calls") is False or any(_is_strict(tool) for tool in tools)
+
+
+def _is_strict(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))

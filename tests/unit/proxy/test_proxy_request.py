@@ -6,7 +6,8 @@ import pytest
 from rd2h_client.v1.rendezvous_pb2 import Child
 from rd2h_proxy.errors import RequestRefusedError
 from rd2h_proxy.leg_body import LegIds, decode_body, prefill_body
-from rd2h_proxy.openai_request import Api, OpenAiRequest, parse_request
+from rd2h_proxy.openai_request import Api, JsonObject, OpenAiRequest, parse_request
+from rd2h_proxy.recompute_policy import cannot_continue
 
 IDS = LegIds("rendezvous", "base")
 
@@ -144,6 +145,73 @@ def test_a_prompt_with_all_its_choices_in_one_wave_is_sent_once() -> None:
 def test_estimates_use_tokens_where_they_are_given() -> None:
     assert completion(prompt=[5] * 300).prompt_tokens(4.0) == 300
     assert completion(prompt="x" * 400).prompt_tokens(4.0) == 100
-    picture = {"role": "user", "content": [{"type": "text", "text": "x" * 40}, {"type": "image_url", "image_url": {}}]}
-    chat = parse_request(Api.CHAT, json.dumps({"messages": [picture]}).encode(), 10)
-    assert chat.prompt_tokens(4.0) == 1010
+
+
+def chat(*parts: object, **fields: object) -> OpenAiRequest:
+    body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
+    return parse_request(Api.CHAT, json.dumps(body).encode(), 10)
+
+
+TEXT_PART = {"type": "text", "text": "x" * 40}
+PICTURE = "data:image/png;base64," + "A" * 4_000_000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": PICTURE}},
+        {"image_url": PICTURE},
+        {"type": "image_url", "image_url": {"url": PICTURE}, "text": ""},
+        {"type": "image_embeds", "image_embeds": PICTURE},
+        {"type": "input_audio", "input_audio": {"data": PICTURE, "format": "wav"}},
+        {"type": "image_url", "image_url": None, "uuid": "known"},
+        {"type": "something new", "data": PICTURE},
+    ],
+)
+def test_a_picture_counts_as_a_picture_however_many_bytes_it_has(part: object) -> None:
+    request = chat(TEXT_PART, part)
+    assert request.media_tokens == 1000
+    assert request.prompt_tokens(4.0) == 1010
+    assert chat(TEXT_PART, part, part).prompt_tokens(4.0) == 2010
+
+
+@pytest.mark.parametrize("part", [TEXT_PART, "x" * 40, {"type": "thinking", "thinking": "x" * 40}])
+def test_a_part_of_text_is_no_picture(part: object) -> None:
+    request = chat(part)
+    assert request.media_tokens == 0
+    assert request.prompt_sizes == (40,)
+
+
+def test_tools_and_earlier_calls_are_text_of_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "\u96ea" * 1000}}]
+    assert 3000 <= chat(TEXT_PART, tools=tools).prompt_sizes[0] - 40 < 3100
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "y" * 1000}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    request = parse_request(Api.CHAT, json.dumps({"messages": messages}).encode(), 10)
+    assert 1001 <= request.prompt_sizes[0] < 1100
+
+
+@pytest.mark.parametrize(
+    ("fields", "constrained"),
+    [
+        ({}, False),
+        ({"tool_choice": "auto"}, False),
+        ({"tool_choice": "none", "strict": True, "parallel_tool_calls": False}, False),
+        ({"strict": True}, True),
+        ({"tool_choice": "auto", "strict": True}, True),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+    ],
+)
+def test_calls_that_obey_a_grammar_are_not_continued_from_token_ids(fields: JsonObject, constrained: bool) -> None:
+    strict = fields.get("strict")
+    tools = [{"type": "function", "function": {"name": "f", "strict": strict}}]
+    rest = {key: value for key, value in fields.items() if key != "strict"}
+    assert (cannot_continue(chat(TEXT_PART, tools=tools, **rest)) is not None) is constrained
+
+
+def test_tools_of_another_kind_are_left_to_the_engine() -> None:
+    kinds: tuple[object, ...] = ("text", {}, [1], [{"function": 1}], None)
+    for tools in kinds:
+        assert cannot_continue(chat(TEXT_PART, tools=tools)) is None
