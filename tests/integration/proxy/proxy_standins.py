@@ -68,6 +68,8 @@ class Script:
     """Decode sends as fast as its reader takes it, without making each token a task of its own."""
     silent: bool = False
     """Decode never advertises."""
+    prompt_tokens: int | None = None
+    """Length of every prompt as Decode advertises it; by default a guess from its text."""
 
 
 async def start_server(app: web.Application, port: int = 0) -> tuple[web.AppRunner, int]:
@@ -87,6 +89,8 @@ class StandIn:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    tokenized: list[bytes] = field(default_factory=list)
+    """Bodies of /tokenize, as they came."""
     active: int = 0
     port: int = 0
     healthy: bool = True
@@ -145,7 +149,9 @@ class StandIn:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         body = await http.json()
-        return web.json_response({"tokens": list(body["prompt"].encode()), "count": len(body["prompt"])})
+        self.tokenized.append(await http.read())
+        (prompt,) = prompts_of(body)
+        return web.json_response({"tokens": list(prompt[:100].encode()), "count": len(prompt)})
 
     async def _reset(self, _http: web.Request) -> web.Response:
         self.counts["reset"] += 1
@@ -347,7 +353,7 @@ class DecodeStandIn(StandIn):
             layout_fingerprint=b"\1" * 32,
             prompt_index=place[0],
             choice_index=place[1],
-            prompt_tokens=max(1, len(prompt) // 3),
+            prompt_tokens=self.script.prompt_tokens or max(1, len(prompt) // 3),
         )
         outcome = Outcome.OUTCOME_ABORTED
         try:
