@@ -134,9 +134,12 @@ class PrefillSchedulerSide:
 
     half: PrefillScheduler
     control: ControlPlane | None
+    contacting: bool = False
+    """A worker still tries to reach a Decode: the engine goes on stepping, so that a failure is heard of."""
 
-    def note_workers(self, failures: Sequence[ChildFailure], unhealthy: str) -> None:
+    def note_workers(self, failures: Sequence[ChildFailure], unhealthy: str, contacting: bool) -> None:
         """What the workers reported in a step."""
+        self.contacting = contacting
         self.half.worker_failures(failures)
         if unhealthy and self.control is not None:
             self.control.note_unhealthy(unhealthy)

@@ -48,14 +48,22 @@ class StepMetadata(KVConnectorMetadata):
 
 
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers tell their scheduler half; ``reasons``: why requests failed on Decode, by request id."""
+    """What workers tell their scheduler half; ``reasons``: why requests failed on Decode, by request id.
+
+    A Prefill worker reports in every step in which it is ``contacting``, and in the first in which it is not any more.
+    """
 
     def __init__(
-        self, failures: list[ChildFailure], unhealthy: str = "", reasons: Mapping[str, str] | None = None
+        self,
+        failures: list[ChildFailure],
+        unhealthy: str = "",
+        reasons: Mapping[str, str] | None = None,
+        contacting: bool = False,
     ) -> None:
         self.failures = failures
         self.unhealthy = unhealthy
         self.reasons = dict(reasons or {})
+        self.contacting = contacting
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two workers."""
@@ -63,6 +71,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.failures += other.failures
             self.unhealthy = self.unhealthy or other.unhealthy
             self.reasons = {**other.reasons, **self.reasons}
+            self.contacting = self.contacting or other.contacting
         return self
 
 
@@ -85,6 +94,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             raise
         self._producer = self._facts.producer
         self._is_worker = role is KVConnectorRole.WORKER
+        self._told_contacting = False
         self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
         self._decode_scheduler: assembly.DecodeSchedulerSide | None = None
         self._prefill_worker: assembly.PrefillWorkerSide | None = None
@@ -171,13 +181,21 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         """What the workers reported in a step."""
         report = connector_output.kv_connector_worker_meta
         if self._prefill_scheduler is not None and isinstance(report, WorkerReport):
-            self._prefill_scheduler.note_workers(report.failures, report.unhealthy)
+            self._prefill_scheduler.note_workers(report.failures, report.unhealthy, report.contacting)
         if self._decode_scheduler is not None:
             if isinstance(report, WorkerReport):
                 self._decode_scheduler.note_workers(report.reasons, report.unhealthy)
             self._decode_scheduler.half.received(
                 list(connector_output.finished_recving or ()), list(connector_output.failed_recving or ())
             )
+
+    def has_pending_push_work(self) -> bool:
+        """Prefill: keep an idle engine stepping while a failure may come that only its workers can tell of.
+
+        vLLM steps about once a millisecond meanwhile. That lasts until every new Decode has answered, at most the
+        connect and handshake timeouts; later failures Decode knows itself.
+        """
+        return self._prefill_scheduler is not None and self._prefill_scheduler.contacting
 
     # --- worker half ---
 
@@ -257,9 +275,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill_worker is None:
             return None
         worker = self._prefill_worker.worker
+        contacting = worker.contacting()
         failures = worker.take_failures()
         unhealthy = "" if worker.alive else "the publisher thread is dead"
-        return WorkerReport(failures, unhealthy) if failures or unhealthy else None
+        if not (failures or unhealthy or contacting or self._told_contacting):
+            return None
+        self._told_contacting = contacting
+        return WorkerReport(failures, unhealthy, contacting=contacting)
 
     def shutdown(self) -> None:
         """End threads, connections and registrations."""

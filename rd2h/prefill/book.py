@@ -90,6 +90,14 @@ class PublishBook:
         self.gates.close(GateEntry(endpoint.number, message.seq, layer_idx, slots, chunk.blocks))
         return endpoint, message
 
+    @property
+    def contacting(self) -> bool:
+        """Whether children may fail that nobody else can tell of: their Decode has not answered yet (one that has knows
+        what becomes of its children), or their failure is noted and not handed out."""
+        if self.failed:
+            return True
+        return len(self.gates) > 0 and any(not endpoint.answered for endpoint in self.endpoints.values())
+
     def enqueue(self, endpoint: Endpoint, message: LayerMessage, error: str = "") -> None:
         """The layer is written: send its message now or when the endpoint is ready. With ``error`` it never will be."""
         if endpoint.usable and not error:

@@ -84,6 +84,11 @@ class Endpoint:
         return self.key.generation is None
 
     @property
+    def answered(self) -> bool:
+        """Whether Decode has answered, or never will."""
+        return self.state not in (EndpointState.CONNECTING, EndpointState.HANDSHAKING)
+
+    @property
     def usable(self) -> bool:
         """Whether new messages may be queued."""
         return self.state is not EndpointState.LOST
@@ -143,7 +148,7 @@ class Endpoint:
         Once lost, what was sent may no longer be in use by Decode from then on. A legacy Decode has no heartbeat, so
         its silence means nothing while its connection stands.
         """
-        if self.state in (EndpointState.CONNECTING, EndpointState.HANDSHAKING):
+        if not self.answered:
             return self.deadline_s
         if self.last_heard_s is None or (self.legacy and self.state is EndpointState.READY):
             return math.inf

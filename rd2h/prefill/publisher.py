@@ -70,6 +70,8 @@ class Publisher:
         self._locked = _Locked(self._changed, self._book.gates)
         self._device = DeviceOrder()
         self._stopping = False
+        self._handing_out = 0
+        """Threads that are about to hand out failures."""
         self._release_at_s = math.inf
         """When writers need not wait for anybody any more: at once after ``close``, later when the thread died."""
         self._peer_timeout_s = options.peer_timeout_s
@@ -160,6 +162,14 @@ class Publisher:
         with self._changed:
             return len(self._book.gates)
 
+    def contacting(self) -> bool:
+        """Whether ``on_failure`` may still be called for a Decode that has not answered at all.
+
+        Bounded by connect and handshake timeouts. Once this is False every earlier failure has been handed out.
+        """
+        with self._changed:
+            return not self._stopping and (self._handing_out > 0 or self._book.contacting)
+
     # --- any thread ---
 
     def _written(self, held: Sequence[tuple[Endpoint, LayerMessage]], error: str) -> None:
@@ -174,8 +184,13 @@ class Publisher:
         if self._book.failed:
             with self._changed:
                 failed, self._book.failed = self._book.failed, []
-            if failed:
-                self._on_failure(failed)
+                self._handing_out += 1
+            try:
+                if failed:
+                    self._on_failure(failed)
+            finally:
+                with self._changed:
+                    self._handing_out -= 1
 
     # --- background thread ---
 

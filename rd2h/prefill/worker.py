@@ -119,6 +119,13 @@ class PrefillWorker:
                 if known is not None:
                     self._failed.append(ChildFailure(known, refusal.reason))
 
+    def contacting(self) -> bool:
+        """Whether children of this or an earlier step may still fail at a Decode that has not answered at all.
+
+        Asked before ``take_failures``, a False says that these are all.
+        """
+        return bool(self._chunks) or self._publisher.contacting()
+
     def take_failures(self) -> list[ChildFailure]:
         """Failures since the last call."""
         with self._failed_lock:
