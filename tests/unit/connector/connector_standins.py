@@ -1,4 +1,5 @@
-"""A control plane that records, children as a proxy describes them, and requests as vLLM schedules them."""
+"""A control plane that records, Prefill's scheduler half around it, children as a proxy describes them, and requests as
+vLLM schedules them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,9 @@ from rd2h.control import Advert, DecodeAddress, Notice, Registered
 from rd2h.errors import QueueFullError
 from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
+from rd2h.prefill.admission import AdmissionRules
+from rd2h.prefill.scheduler import PrefillScheduler
+from rd2h.steps import Publication
 from rd2h.vllm_compat import ScheduledRequest
 
 BLOCK = 16
@@ -108,3 +112,41 @@ def scheduled(
     prompt: int | None = None,
 ) -> ScheduledRequest:
     return ScheduledRequest(request_id, computed, now, table, fresh, prompt)
+
+
+P = "cmpl-x-0-bbbbbbbb"
+"""Prefill's engine request id for ``dispatch``."""
+
+
+def prefill_half(
+    control: RecordingControl | None = None,
+    *,
+    contract: Contract = CONTRACT,
+    groups: CacheGroups = GROUPS,
+    tp_size: int = 1,
+    require_registered: bool = True,
+    legacy_hosts: frozenset[str] = frozenset(),
+) -> PrefillScheduler:
+    rules = AdmissionRules(tp_size, contract.fingerprint(), require_registered, legacy_hosts)
+    return PrefillScheduler(groups, contract, rules, control)
+
+
+def told(publication: Publication) -> tuple[str, int, list[int], list[int], bool]:
+    return (
+        publication.child.request_id,
+        publication.start_block,
+        list(publication.main_blocks),
+        list(publication.indexer_blocks),
+        publication.final,
+    )
+
+
+def refused(half: PrefillScheduler, control: RecordingControl, params: dict[str, Any], prompt: int = 16) -> str:
+    """Why the only child of a request is refused; it is told so and so is the meta service, once."""
+    half.track(P, params, prompt)
+    step = half.step([scheduled(P, 0, prompt, blocks(1), fresh=True)], [])
+    assert step.publications == []
+    (failure,) = step.failures
+    (report,) = control.failures
+    assert report == ("rv", (failure.child.request_id,), failure.reason)
+    return failure.reason
