@@ -12,6 +12,9 @@ from rd2h_proxy.phase import Life, Phase
 
 access_log = logging.getLogger("rd2h_proxy.access")
 
+# Reasons quote engines; the last finished records are kept.
+_MAX_REASON_CHARACTERS = 1000
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -57,6 +60,7 @@ class Journal:
     def finish(self, record: RequestRecord, phase: Phase, status: int, reason: str = "") -> None:
         """A request ended in a final phase."""
         record.life.move(phase, time.monotonic())
+        reason = reason[:_MAX_REASON_CHARACTERS]
         record.status, record.reason = status, reason
         self.in_flight.pop(id(record), None)
         self.recent.appendleft(record)

@@ -6,6 +6,7 @@ Everything else is left to the engines: a field that the proxy does not need is 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,9 @@ JsonObject = dict[str, Any]
 _OUTPUT_ESTIMATE_CAP_TOKENS = 512
 _DEFAULT_OUTPUT_TOKENS = 256
 _MEDIA_PART_TOKENS = 1000
+
+_QUOTED = reprlib.Repr()
+_QUOTED.maxstring = _QUOTED.maxlong = _QUOTED.maxother = 60
 # Keys of the parts of a chat message, as vLLM knows them.
 _TEXT_KEYS = ("text", "thinking", "refusal")
 _MEDIA_KEYS = frozenset(
@@ -84,10 +88,10 @@ def parse_request(api: Api, raw: bytes, max_children: int) -> OpenAiRequest:
     body = _load_object(raw)
     if body.get("kv_transfer_params") is not None:
         raise RequestRefusedError("kv_transfer_params: set by a client; only the proxy may set it, remove the field")
-    n = _positive_int(body, "n")
+    n = _positive_int(body, "n", max_children)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
-        raise RequestRefusedError(f"stream: {stream!r} given, allowed are true and false")
+        raise RequestRefusedError(f"stream: {_quoted(stream)} given, allowed are true and false")
     if api is Api.CHAT:
         sizes, exact, media = *_chat_sizes(body), _count_media(body.get("messages"))
     else:
@@ -126,13 +130,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _positive_int(body: JsonObject, key: str) -> int:
+def _positive_int(body: JsonObject, key: str, highest: int) -> int:
     value = body.get(key)
     if value is None:
         return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RequestRefusedError(f"{key}: {value!r} given, a whole number of at least 1 is expected")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
+        raise RequestRefusedError(f"{key}: {_quoted(value)} given, a whole number from 1 to {highest} is expected")
     return value
+
+
+def _quoted(value: object) -> str:
+    """A client's value for a message, cut: the message also goes to the log and stays on the status page."""
+    return _QUOTED.repr(value)
 
 
 def _completion_sizes(body: JsonObject) -> tuple[list[int], bool]:

@@ -63,6 +63,21 @@ def test_unusable_bodies_are_refused_with_400(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "a", "stream": "' + b"A" * 1_000_000 + b'"}',
+        b'{"prompt": "a", "stream": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"prompt": "a", "n": {"x": "' + b"A" * 1_000_000 + b'"}}',
+        b'{"prompt": ["a", "b"], "n": ' + b"9" * 4300 + b"}",
+    ],
+)
+def test_a_refusal_does_not_give_a_large_value_back(raw: bytes) -> None:
+    with pytest.raises(RequestRefusedError) as caught:
+        parse_request(Api.COMPLETION, raw, 100)
+    assert len(caught.value.answer.body) < 500
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"use_beam_search": True},
