@@ -71,7 +71,7 @@ class ControlPlane(Protocol):
         ...
 
     def report_failure(self, rendezvous_id: str, request_ids: Sequence[str], reason: str) -> None:
-        """Prefill will not deliver these children."""
+        """Prefill will not deliver these children; without any, no child of this rendezvous."""
         ...
 
     def drain_notices(self) -> list[Notice]:

@@ -15,6 +15,7 @@ from rd2h.wire import TOKEN_BYTES
 BATCH_KEY = "batch_kv_transfer_params"
 MAX_CHILDREN = 16384
 MAX_RENDEZVOUS_ID = 128
+_REACHABLE_BY = ("remote_host", "remote_port", "remote_tp_size", "token", "generation")
 _SUFFIX = re.compile(r"(?:-[0-9a-f]{8})?")
 _CHOICE = re.compile(r"(\d{1,6})_")
 _PROMPT = re.compile(r"-(\d{1,6})(?:-[0-9a-f]{8})?")
@@ -51,20 +52,34 @@ class RemoteDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenChild:
+    """A child whose parameters cannot be used, with what is needed to tell it so."""
+
+    request_id: str
+    """Empty where even that is unknown."""
+    reason: str
+    reachable: RemoteDecode | None
+    """Address, token and generation where these are good; nothing else in it means anything."""
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteDecodes:
     """All children of one Prefill dispatch."""
 
     x_request_id: str
     rendezvous_id: str
     children: tuple[RemoteDecode, ...]
+    broken: tuple[BrokenChild, ...] = ()
 
     def of_prompt(self, request_id: str) -> tuple[RemoteDecode, ...]:
         """Children fed by the engine request ``request_id``; raises RequestError when it cannot be placed."""
-        if len({child.prompt_index for child in self.children}) == 1:
+        if not self.children:
+            return ()
+        if len({child.prompt_index for child in self.children}) == 1 and not self.broken:
             return self.children
         prompt, _ = place_of(request_id, self.x_request_id)
         found = tuple(child for child in self.children if child.prompt_index == prompt)
-        if not found:
+        if not found and not self.broken:  # a broken child's prompt is not known: it may be this one
             raise RequestError(f"no entry of {BATCH_KEY} has prompt_index {prompt} (request {request_id!r})")
         return found
 
@@ -106,22 +121,43 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
 
 
 def parse_remote_decodes(params: Mapping[str, Any]) -> RemoteDecodes:
-    """Prefill's part of the parameters."""
+    """Prefill's part of the parameters. Raises nothing: a child that cannot be used is among ``broken``, alone."""
     batch = params.get(BATCH_KEY)
+    entries: list[tuple[object, object]] = []
+    children: list[RemoteDecode] = []
+    broken: list[BrokenChild] = []
     if batch is None:
-        entries: list[Mapping[str, Any]] = [params]
+        entries = [("", params)]
     elif not isinstance(batch, dict) or not 0 < len(batch) <= MAX_CHILDREN:
-        raise RequestError(f"{BATCH_KEY} must be a map of 1..{MAX_CHILDREN} children")
+        broken = [BrokenChild("", f"{BATCH_KEY} must be a map of 1..{MAX_CHILDREN} children", None)]
     else:
-        entries = list(batch.values())
-    children = tuple(_remote_decode(entry) for entry in entries)
+        entries = list(batch.items())
+    for name, entry in entries:
+        try:
+            children.append(_remote_decode(entry))
+        except RequestError as error:
+            broken.append(_broken_child(name, entry, str(error)))
     x_request_id = params.get("x_request_id")
     rendezvous_id = params.get("rendezvous_id")
     return RemoteDecodes(
         x_request_id if isinstance(x_request_id, str) else "",
         rendezvous_id if isinstance(rendezvous_id, str) and _is_text(rendezvous_id, MAX_RENDEZVOUS_ID) else "",
-        children,
+        tuple(children),
+        tuple(broken),
     )
+
+
+def _broken_child(name: object, entry: object, reason: str) -> BrokenChild:
+    """What is known of a child in spite of its parameters; ``name`` is its key in the batch, its request id too."""
+    known = entry if isinstance(entry, Mapping) else {}
+    ids = (value for value in (known.get("request_id"), name) if isinstance(value, str) and _is_text(value, 512))
+    request_id = next(ids, "")
+    needed = {key: known.get(key) for key in _REACHABLE_BY}
+    try:
+        reachable = _remote_decode({**needed, "request_id": request_id or "unknown", "remote_engine_id": "unknown"})
+    except RequestError:
+        return BrokenChild(request_id, reason, None)
+    return BrokenChild(request_id, reason, None if reachable.legacy else reachable)
 
 
 def _remote_decode(entry: object) -> RemoteDecode:

@@ -11,7 +11,7 @@ from rd2h.errors import RequestError
 from rd2h.gates import Writes
 from rd2h.groups import CacheGroups
 from rd2h.layout import Contract
-from rd2h.params import RemoteDecode, external_id, parse_remote_decodes
+from rd2h.params import RemoteDecode, RemoteDecodes, external_id, parse_remote_decodes
 from rd2h.prefill.admission import AdmissionRules
 from rd2h.steps import ChildFailure, PrefillStep, Publication
 from rd2h.timeline import Timeline
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ENDED_CHILDREN = 16384
 """Children of ended requests whose failure is still passed on: their KV may be on its way; the oldest is forgotten."""
+
+MAX_REPORTED_CHILDREN = 4096
+"""Children in one report of a failure; the meta service takes no more by default."""
 
 
 @dataclass(slots=True)
@@ -58,16 +61,11 @@ class PrefillScheduler:
         """A request with ``do_remote_decode`` is about to run; never raises for bad parameters."""
         if request_id in self._requests:
             return
-        try:
-            remote = parse_remote_decodes(params)
-            children = remote.of_prompt(request_id)
-        except RequestError as error:
-            logger.warning("rd2h: request %s publishes to nobody: %s", request_id, error)
-            return
+        remote = parse_remote_decodes(params)
         kept = []
-        for child in children:
+        for child in self._children_of(request_id, remote):
             if foreign := self._rules.address_objection(child, self._control):
-                self._report(remote.rendezvous_id, [child], foreign)
+                self._report(remote.rendezvous_id, [child.request_id], foreign)
             elif reason := self._rules.objection(child, prompt_tokens):
                 self._fail(remote.rendezvous_id, [child], reason)
             else:
@@ -115,26 +113,42 @@ class PrefillScheduler:
         for entry in self._requests.values():
             lost = [child for child in entry.children if child in reasons]
             for child in lost:
-                self._report(entry.rendezvous_id, [child], reasons[child])
+                self._report(entry.rendezvous_id, [child.request_id], reasons[child])
             if lost:
                 entry.children = tuple(child for child in entry.children if child not in reasons)
         for child, reason in reasons.items():
             rendezvous_id = self._ended.pop(child, None)
             if rendezvous_id is not None:
-                self._report(rendezvous_id, [child], reason)
+                self._report(rendezvous_id, [child.request_id], reason)
 
     def _unscheduled(self, request_id: str, params: dict[str, Any]) -> None:
         """A request that ended in the queue."""
+        remote = parse_remote_decodes(params)
+        children = self._children_of(request_id, remote)
+        self._refuse(remote.rendezvous_id, children, "Prefill ended the request before it was computed")
+
+    def _children_of(self, request_id: str, remote: RemoteDecodes) -> Sequence[RemoteDecode]:
+        """Children that a request feeds. Those that it should feed and cannot are told so, as far as they are known."""
+        for broken in remote.broken:
+            reason = f"Prefill cannot use its parameters: {broken.reason}"
+            logger.warning("rd2h: request %s: child %s: %s", request_id, broken.request_id or "unknown", reason)
+            if broken.reachable is not None and not self._rules.address_objection(broken.reachable, self._control):
+                self._failures.append(ChildFailure(broken.reachable, reason))
+            # Where not even its id is known, no child of this rendezvous can be told apart from it.
+            self._report(remote.rendezvous_id, [broken.request_id] if broken.request_id else None, reason)
         try:
-            remote = parse_remote_decodes(params)
-            children = remote.of_prompt(request_id)
+            return remote.of_prompt(request_id)
         except RequestError as error:
-            logger.debug("rd2h: ended request %s has no usable parameters: %s", request_id, error)
-            return
-        reason = "Prefill ended the request before it was computed"
+            # Prompts and children do not fit together: it is not known whose KV any request of this dispatch computes.
+            logger.warning("rd2h: request %s publishes to nobody: %s", request_id, error)
+            self._refuse(remote.rendezvous_id, remote.children, f"Prefill cannot place its request: {error}")
+            return ()
+
+    def _refuse(self, rendezvous_id: str, children: Sequence[RemoteDecode], reason: str) -> None:
+        """Children that were told nothing yet get nothing: the meta service is told, and Decode where it may be."""
         known = [child for child in children if not self._rules.address_objection(child, self._control)]
         self._failures += [ChildFailure(child, reason) for child in known]
-        self._report(remote.rendezvous_id, children, reason)
+        self._report(rendezvous_id, [child.request_id for child in children], reason)
 
     def _publish(
         self, request_id: str, entry: Published, computed: int, main: Sequence[int], indexer: Sequence[int]
@@ -162,8 +176,15 @@ class PrefillScheduler:
 
     def _fail(self, rendezvous_id: str, children: Sequence[RemoteDecode], reason: str) -> None:
         self._failures += [ChildFailure(child, reason) for child in children]
-        self._report(rendezvous_id, children, reason)
+        self._report(rendezvous_id, [child.request_id for child in children], reason)
 
-    def _report(self, rendezvous_id: str, children: Sequence[RemoteDecode], reason: str) -> None:
-        if self._control is not None and rendezvous_id and children:
-            self._control.report_failure(rendezvous_id, [child.request_id for child in children], reason)
+    def _report(self, rendezvous_id: str, request_ids: Sequence[str] | None, reason: str) -> None:
+        """Tell the meta service; None means all children of the rendezvous."""
+        if self._control is None or not rendezvous_id:
+            return
+        if request_ids is None:
+            self._control.report_failure(rendezvous_id, (), reason)
+            return
+        for begin in range(0, len(request_ids), MAX_REPORTED_CHILDREN):
+            part = request_ids[begin : begin + MAX_REPORTED_CHILDREN]
+            self._control.report_failure(rendezvous_id, part, reason)

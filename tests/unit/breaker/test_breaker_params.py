@@ -19,8 +19,12 @@ LONE = "a\ud800b"
 
 @pytest.mark.parametrize("key", ["request_id", "remote_engine_id", "remote_host"])
 def test_a_child_with_text_that_cannot_be_encoded_is_refused(key: str) -> None:
-    with pytest.raises(RequestError, match=key):
-        parse_remote_decodes(dispatch({**child_params(), key: LONE}))
+    remote = parse_remote_decodes(dispatch({**child_params(), key: LONE}))
+    assert remote.children == ()
+    (broken,) = remote.broken
+    assert key in broken.reason
+    # What is told about it must be sendable itself.
+    (broken.request_id + broken.reason).encode()
 
 
 @pytest.mark.parametrize("key", ["rendezvous_id", "x_request_id"])

@@ -26,13 +26,13 @@ KEYS = sorted({*child_params(), "layout_fingerprint", "prompt_tokens", "batch_kv
 
 @given(st.dictionaries(st.sampled_from(KEYS), JSON), st.booleans())
 def test_any_parameters_parse_or_are_refused(changes: dict[str, Any], from_good: bool) -> None:
-    """Nothing but RequestError, whatever a client sends; and what passes is within its bounds."""
+    """No exception, whatever a client sends; and what passes is within its bounds."""
     params = {**(dispatch(child_params()) if from_good else {}), **changes}
-    try:
-        remote = parse_remote_decodes(params)
-    except RequestError:
-        return
-    for child in remote.children:
+    remote = parse_remote_decodes(params)
+    assert remote.children or remote.broken
+    reachable = [broken.reachable for broken in remote.broken if broken.reachable is not None]
+    assert not any(child.legacy for child in reachable)
+    for child in (*remote.children, *reachable):
         assert 1 <= child.base_port <= 65535
         assert child.tp_size >= 1
         assert child.cached_tokens >= 0
@@ -118,19 +118,47 @@ def test_batch_and_single_child() -> None:
 
 def test_too_many_children() -> None:
     many = {str(i): child_params(str(i)) for i in range(MAX_CHILDREN + 1)}
-    with pytest.raises(RequestError, match=r"1\.\.16384 children"):
-        parse_remote_decodes({**dispatch(child_params()), "batch_kv_transfer_params": many})
+    remote = parse_remote_decodes({**dispatch(child_params()), "batch_kv_transfer_params": many})
+    assert (remote.children, remote.rendezvous_id) == ((), "rv")
+    (broken,) = remote.broken
+    assert (broken.request_id, broken.reachable) == ("", None)
+    assert "1..16384 children" in broken.reason
 
 
-def test_one_malformed_child_of_a_batch_is_named() -> None:
-    with pytest.raises(RequestError, match="remote_port must be a whole number"):
-        parse_remote_decodes(dispatch(child_params("a", 1), child_params("b", 2, remote_port=0)))
+def test_one_malformed_child_of_a_batch_is_named_and_its_siblings_are_good() -> None:
+    remote = parse_remote_decodes(dispatch(child_params("a", 1), child_params("b", 2, remote_port=0)))
+    assert [child.request_id for child in remote.children] == ["a"]
+    (broken,) = remote.broken
+    assert (broken.request_id, broken.reachable) == ("b", None)
+    assert "remote_port must be a whole number" in broken.reason
+
+
+def test_a_broken_child_can_be_reached_where_address_and_token_are_good() -> None:
+    (broken,) = parse_remote_decodes(dispatch(child_params("a", 1, prompt_index=-1))).broken
+    assert broken.reachable is not None
+    child = broken.reachable
+    assert (child.request_id, child.host, child.base_port, child.generation) == ("a", "10.0.0.2", 20050, 77)
+    legacy = child_params("a", 1, prompt_index=-1)
+    del legacy["token"]
+    assert parse_remote_decodes(dispatch(legacy)).broken[0].reachable is None
+
+
+def test_the_key_of_a_batch_names_a_child_whose_own_id_is_unusable() -> None:
+    batch = {"a": child_params(request_id=7), "b": 7, "\ud800": 7}  # type: ignore[arg-type]
+    remote = parse_remote_decodes({**dispatch(child_params()), "batch_kv_transfer_params": batch})
+    assert [broken.request_id for broken in remote.broken] == ["a", "b", ""]
+
+
+def test_beside_a_broken_child_no_prompt_is_taken_for_granted() -> None:
+    """The only child left must not be given the KV of the broken one's prompt."""
+    remote = parse_remote_decodes(dispatch(child_params("a", 1), child_params("b", 2, prompt_index=-1)))
+    assert [child.request_id for child in remote.of_prompt("cmpl-x-0-aaaaaaaa")] == ["a"]
+    assert remote.of_prompt("cmpl-x-1-aaaaaaaa") == ()
 
 
 def test_error_texts_are_short() -> None:
-    with pytest.raises(RequestError) as error:
-        parse_remote_decodes(dispatch(child_params(remote_host="x" * 100_000)))
-    assert len(str(error.value)) < 300
+    (broken,) = parse_remote_decodes(dispatch(child_params(remote_host="x" * 100_000))).broken
+    assert len(broken.reason) < 300
 
 
 def test_children_of_no_prompt() -> None:

@@ -13,6 +13,7 @@ from connector_standins import (
     prefill_half,
     refused,
     scheduled,
+    token_of,
 )
 
 # --- ids ---
@@ -44,12 +45,32 @@ def test_single_prompt_needs_no_id() -> None:
     assert len(half.step([scheduled("whatever", 0, 16, blocks(1), fresh=True)], []).publications) == 1
 
 
-def test_request_that_cannot_be_placed_publishes_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    half = prefill_half(RecordingControl())
-    half.track("cmpl-other-0", dispatch(child_params("c0", 0), child_params("c1", 1, prompt_index=1)), 16)
-    step = half.step([scheduled("cmpl-other-0", 0, 16, blocks(1), fresh=True)], [])
-    assert (step.publications, step.failures) == ([], [])
-    assert "cmpl-other-0" in caplog.text
+UNPLACED = [("cmpl-other-0", "does not come from x_request_id"), ("cmpl-x-7-bbbbbbbb", "has prompt_index 7")]
+
+
+@pytest.mark.parametrize(("request_id", "why"), UNPLACED)
+@pytest.mark.parametrize("end", ["scheduled", "never scheduled"])
+def test_request_that_cannot_be_placed_fails_its_dispatch(request_id: str, why: str, end: str) -> None:
+    """Nobody else would tell Decode: it would wait until its idle time is over."""
+    control = RecordingControl()
+    half = prefill_half(control)
+    params = dispatch(child_params("c0", 0), child_params("c1", 1, prompt_index=1, remote_host="192.0.2.1"))
+    if end == "scheduled":
+        half.track(request_id, params, 16)
+    else:
+        half.finished(request_id, params)
+    step = half.step([scheduled(request_id, 0, 16, blocks(1), fresh=True)], [])
+    assert step.publications == []
+    # The address of c1 is not one that anything may be sent to; the meta service tells it.
+    assert [failure.child.request_id for failure in step.failures] == ["c0"]
+    ((rendezvous_id, children, reason),) = control.failures
+    assert (rendezvous_id, children) == ("rv", ("c0", "c1"))
+    assert why in reason
+    assert reason == step.failures[0].reason
+    if end == "scheduled":
+        half.finished(request_id, params)
+        assert half.step([], [request_id]).failures == []
+        assert len(control.failures) == 1
 
 
 # --- malformed and foreign parameters ---
@@ -73,23 +94,64 @@ MALFORMED: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), MALFORMED)
-def test_malformed_value_publishes_to_nobody_and_raises_nothing(key: str, value: object) -> None:
-    half = prefill_half(RecordingControl())
+@pytest.mark.parametrize("end", ["scheduled", "never scheduled"])
+def test_malformed_value_publishes_to_nobody_and_tells_whom_it_can(key: str, value: object, end: str) -> None:
+    control = RecordingControl()
+    half = prefill_half(control)
     params = {**dispatch(child_params()), key: value}
-    half.track(P, params, 16)
-    step = half.step([scheduled(P, 0, 16, blocks(1), fresh=True)], [])
-    assert (step.publications, step.failures) == ([], [])
+    if end == "scheduled":
+        half.track(P, params, 16)
     half.finished(P, params)
-    assert half.step([], [P]).failures == []
+    step = half.step([scheduled(P, 0, 16, blocks(1), fresh=True)], [P])
+    assert step.publications == []
+    ((rendezvous_id, children, reason),) = control.failures
+    # Without its id it cannot be told from others of the rendezvous, so none of these gets anything.
+    assert (rendezvous_id, children) == ("rv", () if key == "request_id" else ("cmpl-x-0-aaaaaaaa",))
+    assert key in reason
+    unreachable = key in ("remote_host", "remote_port", "remote_tp_size", "token", "generation")
+    assert [failure.child.token for failure in step.failures] == ([] if unreachable else [bytes.fromhex(token_of(1))])
 
 
-@pytest.mark.parametrize("batch", [[], {}, "x", 7, {"a": 7}, {"a": None}, {"a": []}, {"a": {}}])
-def test_malformed_batch_publishes_to_nobody(batch: object) -> None:
-    half = prefill_half(RecordingControl())
+def test_a_broken_child_at_a_foreign_address_is_told_nothing_directly() -> None:
+    control = RecordingControl()
+    half = prefill_half(control)
+    half.track(P, dispatch(child_params(prompt_index=-1, remote_host="192.0.2.1")), 16)
+    assert half.step([], []).failures == []
+    assert [children for _, children, _ in control.failures] == [("cmpl-x-0-aaaaaaaa",)]
+
+
+def test_a_broken_child_of_a_batch_fails_alone() -> None:
+    control = RecordingControl()
+    half = prefill_half(control)
+    half.track(P, dispatch(child_params("good", 1), child_params("bad", 2, remote_cached_tokens=-1)), 16)
+    step = half.step([scheduled(P, 0, 16, blocks(1), fresh=True)], [])
+    assert [publication.child.request_id for publication in step.publications] == ["good"]
+    assert [failure.child.token for failure in step.failures] == [bytes.fromhex(token_of(2))]
+    assert [children for _, children, _ in control.failures] == [("bad",)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "children"),
+    [
+        *((batch, ()) for batch in ([], {}, "x", 7)),
+        *((batch, ("a",)) for batch in ({"a": 7}, {"a": None}, {"a": []}, {"a": {}})),
+    ],
+)
+def test_malformed_batch_publishes_to_nobody(batch: object, children: tuple[str, ...]) -> None:
+    control = RecordingControl()
+    half = prefill_half(control)
     params = {**dispatch(child_params()), "batch_kv_transfer_params": batch}
     half.track(P, params, 16)
     half.finished(P, params)
     assert half.step([scheduled(P, 0, 16, blocks(1), fresh=True)], []).publications == []
+    assert [failed for _, failed, _ in control.failures] == [children]
+
+
+def test_no_report_names_more_children_than_the_meta_service_takes() -> None:
+    control = RecordingControl()
+    half = prefill_half(control)
+    half.finished(P, dispatch(*(child_params(f"c{i}", i) for i in range(5000))))
+    assert [len(children) for _, children, _ in control.failures] == [4096, 904]
 
 
 @pytest.mark.parametrize("key", ["x_request_id", "rendezvous_id"])
