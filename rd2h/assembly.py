@@ -188,7 +188,14 @@ def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -
         facts.config.require_registered_decode,
         facts.config.legacy_decode_hosts,
     )
-    half = PrefillScheduler(facts.groups, handshake.contract, rules, control, Timeline.from_environment("P"))
+    half = PrefillScheduler(
+        facts.groups,
+        handshake.contract,
+        rules,
+        control,
+        Timeline.from_environment("P"),
+        facts.config.registration_wait_s,
+    )
     return PrefillSchedulerSide(half, control)
 
 

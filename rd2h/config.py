@@ -185,6 +185,8 @@ class ConnectorConfig:
     """Prefill: addresses of Decodes without our extensions that may be published to."""
     require_registered_decode: bool = _key(_boolean, True)
     """Prefill: connect only to Decode engines that the meta service knows, never just because a request says so."""
+    registration_wait_s: float = _key(_non_negative, 2.0)
+    """Prefill: how long a request waits for its Decode to appear in the registry before it is refused."""
     debug_suppress_reads: bool = _key(_boolean, False)
     """Decode: acknowledge without reading. For tests only: the output is garbage."""
 

@@ -130,7 +130,10 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._decode_scheduler = assembly.decode_scheduler(self._facts, handshakes)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Decode: the rest of the prompt comes asynchronously."""
+        """Decode: the rest of the prompt comes asynchronously. Prefill: None leaves a request in vLLM's queue."""
+        if self._prefill_scheduler is not None and _asks_for(request, "do_remote_decode"):
+            ready = self._prefill_scheduler.half.ready(request.request_id, _params(request))
+            return 0 if ready else None, False
         if self._producer or not _asks_for(request, "do_remote_prefill"):
             return 0, False
         remaining = self._decode().half.remaining_tokens(request.num_prompt_tokens, num_computed_tokens)

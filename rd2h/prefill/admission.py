@@ -26,13 +26,19 @@ class AdmissionRules:
         if child.generation is None:
             if child.host not in self.legacy_hosts:
                 return f"Decode at {child.host!r} sends no generation and is not one of legacy_decode_hosts"
-        elif self.require_registered:
-            if control is None:
-                return "no meta_service is configured on this Prefill engine, so no Decode can be verified"
-            address = DecodeAddress(child.generation, child.host, child.base_port)
-            if address not in control.registered().decode_addresses:
-                return f"no Decode of generation {child.generation} is registered at {child.host}:{child.base_port}"
+        elif self.require_registered and control is None:
+            return "no meta_service is configured on this Prefill engine, so no Decode can be verified"
+        elif self.unseen(child, control):
+            return f"no Decode of generation {child.generation} is registered at {child.host}:{child.base_port}"
         return ""
+
+    def unseen(self, child: RemoteDecode, control: ControlPlane | None) -> bool:
+        """Whether nothing stands against a child's address but that no such Decode is registered, as far as is known
+        here: the registry's watch may be about to tell of it."""
+        if child.generation is None or not self.require_registered or control is None:
+            return False
+        address = DecodeAddress(child.generation, child.host, child.base_port)
+        return address not in control.registered().decode_addresses
 
     def objection(self, child: RemoteDecode, prompt_tokens: int) -> str:
         """Why a child is not published to although its address is good; "" when it is."""

@@ -1,8 +1,9 @@
 """Prefill's scheduler half: which blocks each step makes readable, for which children, and what it overwrites."""
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,19 @@ class Published:
     final: bool = False
 
 
+@dataclass(slots=True)
+class Arrival:
+    """A request that vLLM would schedule, with the children whose Decode is not known to be registered."""
+
+    unseen: tuple[RemoteDecode, ...]
+    deadline_s: float
+
+
 class PrefillScheduler:
-    """See the module. Publishes ``[max(cached on Decode, published) // bs, computed // bs)``, rounded up at the end."""
+    """See the module. Publishes ``[max(cached on Decode, published) // bs, computed // bs)``, rounded up at the end.
+
+    A Decode that the registry's watch has not seen yet gets ``registration_wait_s`` to appear.
+    """
 
     def __init__(
         self,
@@ -47,8 +59,15 @@ class PrefillScheduler:
         rules: AdmissionRules,
         control: ControlPlane | None,
         timeline: Timeline | None = None,
+        registration_wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups, self._rules, self._control = groups, rules, control
+        self._registration_wait_s, self._clock = registration_wait_s, clock
+        self._arrivals: dict[str, Arrival] = {}
+        """Requests in vLLM's queue that it has tried to schedule."""
+        self._parsed: tuple[dict[str, Any], RemoteDecodes] | None = None
+        """The latest parameters: vLLM asks twice in a row for the same request."""
         self._timeline = timeline or Timeline("P", None)
         self._has_indexer = any(indexer for _, _, indexer, _ in contract.layers)
         self._tables = BlockTables()
@@ -57,11 +76,30 @@ class PrefillScheduler:
         self._ended: OrderedDict[RemoteDecode, str] = OrderedDict()
         """Rendezvous of children whose request is over."""
 
+    def ready(self, request_id: str, params: dict[str, Any]) -> bool:
+        """Whether a request with ``do_remote_decode`` may be scheduled now; False for at most the wait."""
+        if self._registration_wait_s <= 0 or request_id in self._requests:
+            return True
+        arrival = self._arrivals.get(request_id)
+        if arrival is None:
+            try:
+                children = self._parse(params).of_prompt(request_id)
+            except RequestError:
+                children = ()  # refused when it is tracked
+            arrival = Arrival(children, self._clock() + self._registration_wait_s)
+            self._arrivals[request_id] = arrival
+        arrival.unseen = tuple(child for child in arrival.unseen if self._rules.unseen(child, self._control))
+        if arrival.unseen and self._clock() >= arrival.deadline_s:
+            arrival.unseen = ()
+        return not arrival.unseen
+
     def track(self, request_id: str, params: dict[str, Any], prompt_tokens: int) -> None:
         """A request with ``do_remote_decode`` is about to run; never raises for bad parameters."""
+        self._arrivals.pop(request_id, None)
         if request_id in self._requests:
             return
-        remote = parse_remote_decodes(params)
+        remote = self._parse(params)
+        self._parsed = None
         kept = []
         for child in self._children_of(request_id, remote):
             if foreign := self._rules.address_objection(child, self._control):
@@ -97,6 +135,7 @@ class PrefillScheduler:
 
     def finished(self, request_id: str, params: dict[str, Any]) -> None:
         """vLLM ends a request; children that were not told everything will get no more."""
+        self._arrivals.pop(request_id, None)
         entry = self._requests.pop(request_id, None)
         if entry is None and params.get("do_remote_decode") is True:
             self._unscheduled(request_id, params)
@@ -126,6 +165,11 @@ class PrefillScheduler:
         remote = parse_remote_decodes(params)
         children = self._children_of(request_id, remote)
         self._refuse(remote.rendezvous_id, children, "Prefill ended the request before it was computed")
+
+    def _parse(self, params: dict[str, Any]) -> RemoteDecodes:
+        if self._parsed is None or self._parsed[0] is not params:
+            self._parsed = params, parse_remote_decodes(params)
+        return self._parsed[1]
 
     def _children_of(self, request_id: str, remote: RemoteDecodes) -> Sequence[RemoteDecode]:
         """Children that a request feeds. Those that it should feed and cannot are told so, as far as they are known."""

@@ -126,9 +126,10 @@ def prefill_half(
     tp_size: int = 1,
     require_registered: bool = True,
     legacy_hosts: frozenset[str] = frozenset(),
+    **times: Any,
 ) -> PrefillScheduler:
     rules = AdmissionRules(tp_size, contract.fingerprint(), require_registered, legacy_hosts)
-    return PrefillScheduler(groups, contract, rules, control)
+    return PrefillScheduler(groups, contract, rules, control, **times)
 
 
 def told(publication: Publication) -> tuple[str, int, list[int], list[int], bool]:
