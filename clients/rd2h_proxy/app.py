@@ -8,8 +8,9 @@ import time
 
 import aiohttp
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
+from rd2h_proxy.client_body import read_body
 from rd2h_proxy.completions import CompletionHandler
 from rd2h_proxy.engine_http import AnswerTooLargeError, leg_headers, read_bounded
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
@@ -19,6 +20,7 @@ from rd2h_proxy.metrics import ProxyMetrics
 from rd2h_proxy.pool import EnginePool
 from rd2h_proxy.relay import ClientGoneError, error_response
 from rd2h_proxy.router import Router
+from rd2h_proxy.stall import StallGuard
 from rd2h_proxy.status_page import StatusPage
 from rd2h_proxy.target import Target
 
@@ -36,8 +38,9 @@ _PAGE_HEADERS = {
 class Operations:
     """Everything that does not generate text."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, body_limit_s: float) -> None:
         self._router = router
+        self._body_limit_s = body_limit_s
 
     async def health(self, _http: web.Request) -> web.StreamResponse:
         """GET /health: 200 when a request would be served now, else 503; no body, as vLLM's."""
@@ -64,7 +67,7 @@ class Operations:
 
     async def to_decode(self, http: web.Request) -> web.StreamResponse:
         """Passes a small request that any Decode engine can answer, as it is."""
-        body = await http.read()
+        body = await read_body(http, self._body_limit_s)
         for target in sorted(self._router.decode.usable(), key=lambda target: target.in_flight):
             try:
                 status, content_type, answer = await self._ask(target, http.method, http.path_qs, body, http)
@@ -127,7 +130,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return error_response(ErrorAnswer.make(error.status, error.text or error.reason), "-")
+        response = error_response(ErrorAnswer.make(error.status, error.text or error.reason), "-")
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
     except ProxyError as error:
         return error_response(error.answer, "-")
     except ClientGoneError:
@@ -135,9 +141,31 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.Response(status=499)
 
 
-def make_app(router: Router, completions: CompletionHandler, journal: Journal, max_body_bytes: int) -> web.Application:
+def written_in_time(guard: StallGuard) -> Middleware:
+    """Writes complete answers under the eyes of the guard; streams are watched by the relay."""
+
+    @web.middleware
+    async def write(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if not response.prepared and request.transport is not None:
+            with guard.watch(request.transport) as writing:
+                writing.since = time.monotonic()
+                try:
+                    await response.prepare(request)
+                    await response.write_eof()
+                except ConnectionError:
+                    # aiohttp meets the closed connection next, and ends it.
+                    log.debug("%s %s: the client went away", request.method, request.path)
+        return response
+
+    return write
+
+
+def make_app(
+    router: Router, completions: CompletionHandler, journal: Journal, guard: StallGuard, max_body_bytes: int
+) -> web.Application:
     """The routes. Anything else is 404."""
-    operations = Operations(router)
+    operations = Operations(router, guard.limit_s)
     metrics, page = ProxyMetrics(router, journal), StatusPage(router, journal)
 
     async def show_metrics(_http: web.Request) -> web.StreamResponse:
@@ -146,7 +174,7 @@ def make_app(router: Router, completions: CompletionHandler, journal: Journal, m
     async def show_page(_http: web.Request) -> web.StreamResponse:
         return web.Response(text=page.render(), content_type="text/html", headers=_PAGE_HEADERS)
 
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[errors_as_json])
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[written_in_time(guard), errors_as_json])
     app.add_routes(
         [
             web.post("/v1/completions", completions.complete),

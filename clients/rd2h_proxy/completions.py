@@ -8,6 +8,7 @@ import uuid
 
 from aiohttp import web
 
+from rd2h_proxy.client_body import read_body
 from rd2h_proxy.continued_answer import continued
 from rd2h_proxy.dispatcher import Dispatcher, Tried
 from rd2h_proxy.errors import ProxyError
@@ -68,7 +69,8 @@ class CompletionHandler:
         return response
 
     async def _serve(self, http: web.Request, api: Api, record: RequestRecord) -> web.StreamResponse:
-        request = parse_request(api, await http.read(), self._dispatcher.limits.max_children)
+        raw = await read_body(http, self._guard.limit_s)
+        request = parse_request(api, raw, self._dispatcher.limits.max_children)
         record.children = request.expected_children
         tried = Tried()
         while True:

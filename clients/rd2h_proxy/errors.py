@@ -11,6 +11,7 @@ _KINDS = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowed",
+    408: "RequestTimeout",
     413: "RequestTooLarge",
     429: "TooManyRequests",
     502: "BadGateway",

@@ -37,6 +37,8 @@ from rd2h_proxy.target import Role, Target
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 30.0
+# A connection without a complete request, new or kept alive; longer than the 60 s of the usual reverse proxies.
+_IDLE_CLIENT_S = 75.0
 
 
 class MetaApi(RendezvousApi, EngineWatcher, Protocol):
@@ -101,8 +103,14 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
         guard = StallGuard(config.client_stall_s)
         _run_beside(stack, guard.run(), "stall-guard")
         completions = CompletionHandler(Dispatcher(router, config.serving), journal, guard)
-        app = make_app(router, completions, journal, config.max_body_bytes)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_DRAIN_S)
+        app = make_app(router, completions, journal, guard, config.max_body_bytes)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=_IDLE_CLIENT_S,
+            shutdown_timeout=_DRAIN_S,
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:

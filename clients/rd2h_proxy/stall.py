@@ -1,4 +1,4 @@
-"""Clients that stop reading: their streams hold engines, so after a while they are given up."""
+"""Clients that stop reading: their answers hold engines and memory, so after a while they are given up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Writing:
-    """One client's stream."""
+    """What is being written to one client."""
 
     transport: asyncio.Transport
     since: float | None = None
@@ -25,13 +25,12 @@ class StallGuard:
     """Cuts connections on which one write has not finished for `limit_s`. One sweep serves all streams."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._streams: set[Writing] = set()
-        self.cut_total = 0
 
     @contextmanager
     def watch(self, transport: asyncio.Transport) -> Iterator[Writing]:
-        """Watches a stream; the caller sets `since` around its writes."""
+        """Watches a connection; the caller sets `since` around its writes."""
         stream = Writing(transport)
         self._streams.add(stream)
         try:
@@ -42,14 +41,13 @@ class StallGuard:
     async def run(self) -> None:
         """Sweeps until cancelled."""
         while True:
-            await asyncio.sleep(min(1.0, self._limit_s / 4))
+            await asyncio.sleep(min(1.0, self.limit_s / 4))
             self.sweep(time.monotonic())
 
     def sweep(self, now: float) -> None:
         """One sweep."""
         for stream in list(self._streams):
-            if stream.since is not None and now - stream.since > self._limit_s:
-                self.cut_total += 1
+            if stream.since is not None and now - stream.since > self.limit_s:
                 log.warning("client %s does not read; cut", stream.transport.get_extra_info("peername"))
                 # The write that waits gets a connection error, like that of a client that went away.
                 stream.transport.abort()
