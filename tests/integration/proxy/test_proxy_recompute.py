@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from proxy_harness import Chain, Reply, chain
 from proxy_lm_standin import LmDecode
 
@@ -217,4 +218,25 @@ async def test_a_failure_while_continuing_is_a_stream_error(meta: str) -> None:
         reply = await c.post(body)
         assert reply.events[-1]["error"]["message"] == "scripted"
         assert len(json.dumps(reply.texts()[0])) == 4 + 2
+        await c.settled()
+
+
+async def test_a_complete_answer_whose_continuation_fails_is_asked_for_anew(meta: str) -> None:
+    async with chain(meta, prefills=2, decode_type=LmDecode) as c:
+        assert isinstance(c.decode, LmDecode)
+        body = {"prompt": "x", "max_tokens": 9}
+        whole = await c.post(body)
+        c.decode.give_back_after, c.decode.give_backs = 4, 1
+        requests = 0
+        for prefill in c.prefills:
+
+            async def continuation_fails(http: Any, request: Json, answer: Any = prefill._answer) -> Any:
+                nonlocal requests
+                requests += 1
+                return web.Response(status=500) if requests in (2, 3) else await answer(http, request)
+
+            prefill._answer = continuation_fails  # type: ignore[method-assign]
+        reply = await c.post(body)
+        assert (reply.status, reply.texts()) == (200, whole.texts()), reply.body
+        assert requests == 4
         await c.settled()
