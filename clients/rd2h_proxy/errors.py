@@ -43,11 +43,14 @@ class ErrorAnswer:
     def as_sse_event(self) -> bytes:
         """The same error as one server-sent event, for a stream that has begun.
 
-        A body that is not JSON (a reverse proxy's HTML page, say) is wrapped, so that the event stays one line.
+        A body without an error object (a reverse proxy's HTML page, or `{"detail": ...}`) is wrapped: clients take an
+        event for an error by that key, and anything else for a chunk.
         """
         try:
             payload = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
+            payload = None
+        if not isinstance(payload, dict) or not payload.get("error"):
             text = self.body[:2000].decode("utf-8", "replace")
             payload = {"error": {"message": text, "type": "InternalServerError", "param": None, "code": self.status}}
         return b"data: " + json.dumps(payload).encode() + b"\n\n"

@@ -29,8 +29,8 @@ class Phase(Enum):
 
 
 _FINAL = frozenset({Phase.DONE, Phase.FAILED, Phase.ABORTED})
-# A retry goes back to QUEUED; from STREAMING when Decode gave a complete answer back, of which nothing was sent yet, and
-# it could not be continued. RENDEZVOUS -> STREAMING: Decode had the whole prompt cached, or it is a whole request.
+# A retry goes back to QUEUED; from STREAMING when Decode gave a complete answer back, of which nothing was sent, and it
+# could not be continued. RENDEZVOUS -> STREAMING: Decode had the whole prompt cached, or it is a whole request.
 _NEXT = {
     Phase.QUEUED: {Phase.RENDEZVOUS, Phase.FAILED, Phase.ABORTED},
     Phase.RENDEZVOUS: {Phase.PREFILL, Phase.STREAMING, Phase.QUEUED, Phase.FAILED, Phase.ABORTED},
