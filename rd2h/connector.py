@@ -168,10 +168,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: gates and fences protect what is still being read."""
         params = _params(request)
+        error = vllm_compat.ended_in_error(request)
         if self._producer:
-            self._prefill().half.finished(request.request_id, params)
+            self._prefill().half.finished(request.request_id, params, error=error)
         else:
-            self._decode().half.finished(request.request_id, params, error=vllm_compat.ended_in_error(request))
+            self._decode().half.finished(request.request_id, params, error=error)
         return False, None
 
     def request_finished_all_groups(

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from rd2h.composition.choice import CONNECTOR, is_ours
+from rd2h.composition.choice import CONNECTOR, check_load_failures, is_ours, members_that_are_ours
 from rd2h.config import ConnectorConfig
 from rd2h.startup import decode_base_port, is_producer
 
@@ -24,15 +24,11 @@ def check_transfer_config(transfer: Any) -> None:
     if transfer.kv_connector == CONNECTOR:
         if is_ours(transfer.kv_connector_module_path):
             _check(transfer.kv_role, transfer.kv_port, extra)
-    elif transfer.kv_connector == COMPOSITE and isinstance(extra.get("connectors"), list):
-        for member in extra["connectors"]:
-            if (
-                isinstance(member, Mapping)
-                and member.get("kv_connector") == CONNECTOR
-                and is_ours(member.get("kv_connector_module_path"))
-            ):
-                port = member.get("kv_port", DEFAULT_KV_PORT)
-                _check(member.get("kv_role"), port, member.get("kv_connector_extra_config") or {})
+    elif transfer.kv_connector == COMPOSITE:
+        for member in members_that_are_ours(extra):
+            port = member.get("kv_port", DEFAULT_KV_PORT)
+            _check(member.get("kv_role"), port, member.get("kv_connector_extra_config") or {})
+        check_load_failures(transfer, offload=False)
 
 
 def _check(kv_role: object, kv_port: Any, extra: Mapping[str, object]) -> None:

@@ -69,17 +69,31 @@ def check_microbatches(parallel_config: Any, producer: bool) -> None:
         )
 
 
+def check_load_failures(policy: str, *, producer: bool, siblings: bool, offload: bool) -> None:
+    """Where vLLM may compute a prompt anew whose load failed; ``siblings``: another connector may load beside ours."""
+    if policy == "fail":
+        return
+    if producer and siblings:
+        # vLLM hears of the failed load after the step, and what the step published cannot be taken back.
+        allowed = "'fail' on Prefill beside another connector: Decode has read the blocks before they are computed anew"
+        raise ConfigError.bad_value("kv_load_failure_policy", policy, allowed)
+    if offload:
+        # Decode has no device cache into which it could compute a prompt anew.
+        raise ConfigError.bad_value("kv_load_failure_policy", policy, "'fail' with sparse offload")
+
+
+def offload_enabled(additional_config: object) -> bool:
+    """Whether vLLM's ``additional_config`` switches sparse offload on; anything but a map has no such section."""
+    from rd2h.offload.config import SparseOffloadConfig
+
+    return SparseOffloadConfig.read(additional_config if isinstance(additional_config, Mapping) else None).enabled
+
+
 def check_offload_side(
     additional_config: Mapping[str, Any] | None, producer: bool, *, sparse_on_npu: bool, load_failure_policy: str
 ) -> None:
-    """Sparse offload belongs on Decode alone, and a sparse model over MemFabric (``sparse_on_npu``) needs it there.
-
-    ``additional_config`` is vLLM's; anything but a map has no such section.
-    """
-    from rd2h.offload.config import SparseOffloadConfig
-
-    section = additional_config if isinstance(additional_config, Mapping) else None
-    enabled = SparseOffloadConfig.read(section).enabled
+    """Sparse offload belongs on Decode alone, and a sparse model over MemFabric (``sparse_on_npu``) needs it there."""
+    enabled = offload_enabled(additional_config)
     if producer and enabled:
         raise ConfigError.bad_value(
             OFFLOAD_ENABLED, True, "no sparse_kv_offload_config on Prefill (kv_role kv_producer)"
@@ -88,6 +102,4 @@ def check_offload_side(
         raise ConfigError.bad_value(
             OFFLOAD_ENABLED, False, "true on Decode (kv_role kv_consumer) for a sparse-attention model"
         )
-    if enabled and load_failure_policy != "fail":
-        # Decode has no device cache into which it could compute a prompt anew.
-        raise ConfigError.bad_value("kv_load_failure_policy", load_failure_policy, "'fail' with sparse offload")
+    check_load_failures(load_failure_policy, producer=producer, siblings=False, offload=enabled)

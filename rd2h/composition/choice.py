@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rd2h import startup
 from rd2h.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,19 +24,34 @@ CONNECTOR = "SfaRemoteD2HConnector"
 CONNECTORS_KEY = "kv_connector_extra_config.connectors"
 
 
-def members_that_are_ours(extra_config: Mapping[str, Any] | None) -> int:
-    """How many of the configured members resolve to our connector; raises ConfigError for more than one.
+def members_that_are_ours(extra_config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Entries of the configured members that resolve to our connector; raises ConfigError for more than one.
 
     A member of that name may be another package's: what its module path or the registry say counts.
     """
     members = (extra_config or {}).get("connectors")
     if not isinstance(members, list):
-        return 0
+        return []
     named = [member for member in members if isinstance(member, Mapping) and member.get("kv_connector") == CONNECTOR]
-    ours = sum(1 for member in named if is_ours(member.get("kv_connector_module_path")))
-    if ours > 1:
-        raise ConfigError(f"{CONNECTORS_KEY} has {ours} members {CONNECTOR}; expected one", key=CONNECTORS_KEY)
+    ours = [member for member in named if is_ours(member.get("kv_connector_module_path"))]
+    if len(ours) > 1:
+        raise ConfigError(f"{CONNECTORS_KEY} has {len(ours)} members {CONNECTOR}; expected one", key=CONNECTORS_KEY)
     return ours
+
+
+def check_load_failures(transfer: Any, *, offload: bool) -> None:
+    """Check the policy of a composite's ``KVTransferConfig``: it holds for all members, whatever their own entries say.
+
+    Raises ConfigError.
+    """
+    extra = transfer.kv_connector_extra_config or {}
+    for member in members_that_are_ours(extra):
+        startup.check_load_failures(
+            getattr(transfer, "kv_load_failure_policy", "fail"),
+            producer=startup.is_producer(member.get("kv_role")),
+            siblings=len(extra["connectors"]) > 1,
+            offload=offload,
+        )
 
 
 def is_ours(module_path: str | None) -> bool:

@@ -133,12 +133,18 @@ class PrefillScheduler:
         failures, self._failures = self._failures, []
         return PrefillStep(Writes(main_writes, indexer_writes), publications, failures)
 
-    def finished(self, request_id: str, params: dict[str, Any]) -> None:
-        """vLLM ends a request; children that were not told everything will get no more."""
+    def finished(self, request_id: str, params: dict[str, Any], *, error: bool = False) -> None:
+        """vLLM ends a request; children that were not told everything will get no more.
+
+        With ``error`` vLLM itself ends it, for example because a sibling's load into its blocks failed: then what its
+        children were told may be wrong.
+        """
         self._arrivals.pop(request_id, None)
         entry = self._requests.pop(request_id, None)
         if entry is None and params.get("do_remote_decode") is True:
             self._unscheduled(request_id, params)
+        elif entry is not None and error:
+            self._fail(entry.rendezvous_id, entry.children, "Prefill ended the request as an error")
         elif entry is not None and not entry.final:
             self._fail(entry.rendezvous_id, entry.children, "Prefill ended the request before all KV was computed")
         elif entry is not None:

@@ -115,7 +115,7 @@ def test_two_of_ours_are_one_too_many(engine_config: Callable[..., Any], cache_c
 
 @pytest.mark.parametrize("extra", [None, {}, {"connectors": None}, {"connectors": {}}, {"connectors": [None, 3, "x"]}])
 def test_malformed_member_lists_are_not_ours(extra: dict[str, Any] | None, registry: dict[str, Any]) -> None:
-    assert members_that_are_ours(extra) == 0
+    assert members_that_are_ours(extra) == []
 
 
 def test_hybrid_cache_groups_need_every_member(

@@ -314,6 +314,54 @@ def test_wrong_member_of_a_composite_is_one_line(
         KVConnectorFactory.create_connector(engine_config(transfer), KVConnectorRole.WORKER, cache_config())
 
 
+OURS = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": {"transfer_backend": "host"}}
+STORE = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/nonexistent"}}
+
+
+def composite(kv_role: str, *members: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": kv_role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [{**member, "kv_role": kv_role} for member in members]},
+    }
+
+
+@pytest.mark.parametrize("members", [(OURS, STORE), (STORE, OURS)])
+def test_prefill_does_not_compute_anew_what_decode_has_read(
+    members: tuple[dict[str, Any], ...],
+    registry: dict[str, Any],
+    engine_config: Callable[..., Any],
+    cache_config: Callable[..., Any],
+) -> None:
+    """vLLM learns of a failed load of the store after the step that has published its blocks."""
+    expected = "kv_load_failure_policy='recompute' is not allowed; expected 'fail' on Prefill beside another connector"
+    with pytest.raises(ConfigError, match=expected):
+        engine_config(composite("kv_producer", *members))
+    # Where vLLM does not ask early, the composite looks itself.
+    config = engine_config(composite("kv_producer", *members, policy="fail"))
+    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    with pytest.raises(ConfigError, match=expected):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+def test_who_may_compute_anew(registry: dict[str, Any], engine_config: Callable[..., Any]) -> None:
+    engine_config(composite("kv_producer", OURS, STORE, policy="fail"))
+    engine_config(composite("kv_producer", OURS))
+    engine_config(composite("kv_producer", STORE, STORE))
+    engine_config(composite("kv_consumer", OURS, STORE))
+
+
+def test_the_policy_of_a_composite_counts_for_sparse_offload(
+    registry: dict[str, Any], engine_config: Callable[..., Any], cache_config: Callable[..., Any]
+) -> None:
+    """The entry of a member does not carry it."""
+    offload = {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}}
+    config = engine_config(composite("kv_consumer", OURS, STORE), additional_config=offload)
+    with pytest.raises(ConfigError, match="kv_load_failure_policy='recompute' is not allowed; expected 'fail' with sp"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
 def test_global_rank_counts(engine_config: Callable[..., Any], cache_config: Callable[..., Any]) -> None:
     """Two Decode engines of one deployment on two hosts bind distinct ports by their global data-parallel rank."""
     bases = []

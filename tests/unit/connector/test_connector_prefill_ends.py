@@ -49,6 +49,17 @@ def test_finished_after_the_end_was_told_fails_nobody() -> None:
     assert control.failures == []
 
 
+def test_ended_as_an_error_fails_children_that_were_told_everything() -> None:
+    """A store beside us could not load a prefix: what was published in that step is not the prompt's KV."""
+    control = RecordingControl()
+    half = prefill_half(control)
+    half.track(P, dispatch(child_params()), 16)
+    half.step([scheduled(P, 0, 16, blocks(1), fresh=True)], [])
+    half.finished(P, dispatch(child_params()), error=True)
+    assert [f.reason for f in half.step([], [P]).failures] == ["Prefill ended the request as an error"]
+    assert [children for _, children, _ in control.failures] == [("cmpl-x-0-aaaaaaaa",)]
+
+
 def test_ordinary_request_is_nobodys_business() -> None:
     control = RecordingControl()
     half = prefill_half(control)
