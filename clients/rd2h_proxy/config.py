@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rd2h_client.addresses import AddressError, check_advertised_host, join_host_port, parse_target
+
 from rd2h_proxy.errors import ConfigError
 from rd2h_proxy.limits import AttemptLimits, RecomputeMode, ServingLimits
 
@@ -152,6 +154,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
             raise ConfigError(
                 f"--{flag.replace('_', '-')}: {value:g} given, allowed are seconds above 0 and up to 86400"
             )
+    _check_meta(args)
     return ProxyConfig(
         host=args.host,
         port=args.port,
@@ -194,6 +197,26 @@ def _check_range(flag: str, value: int, lowest: int, highest: int) -> None:
         raise ConfigError(f"{flag}: {value} given, allowed are {lowest} to {highest}")
 
 
+def _check_meta(args: argparse.Namespace) -> None:
+    secure = bool(args.meta_ca or args.meta_cert)
+    for flag in ("meta_service", "meta_service_for_decode"):
+        text = getattr(args, flag)
+        if text is None:
+            continue
+        try:
+            target = parse_target(text)
+        except AddressError as error:
+            raise ConfigError(f"--{flag.replace('_', '-')}: {error}") from error
+        secure = secure or (flag == "meta_service" and target.secure)
+    if bool(args.meta_cert) != bool(args.meta_key):
+        raise ConfigError("--meta-cert, --meta-key: only one given, allowed are both or neither")
+    if args.meta_server_name and not secure:
+        raise ConfigError(
+            f"--meta-server-name: {args.meta_server_name!r} given without TLS, allowed only with a grpcs:// address, "
+            "--meta-ca or --meta-cert"
+        )
+
+
 def _addresses(role: str, hosts: Sequence[str], ports: Sequence[int]) -> tuple[str, ...]:
     if len(hosts) != len(ports):
         raise ConfigError(
@@ -204,11 +227,12 @@ def _addresses(role: str, hosts: Sequence[str], ports: Sequence[int]) -> tuple[s
     for host, port in zip(hosts, ports, strict=True):
         _check_range(f"--{role}-ports", port, 1, 65535)
         bare = host.strip("[]")
-        if bare in ("", "0.0.0.0", "::", "*"):
-            raise ConfigError(
-                f"--{role}-hosts: {host!r} given, a wildcard cannot be connected to; name the engine's address"
-            )
-        addresses.append(f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
+        try:
+            # A zone ("fe80::1%eth0") is of use here, where nobody else has to understand it.
+            check_advertised_host(bare.partition("%")[0])
+        except AddressError as error:
+            raise ConfigError(f"--{role}-hosts: {host!r} given, allowed is {error}") from error
+        addresses.append(join_host_port(bare, port))
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"--{role}-hosts: {' '.join(addresses)} given, each address is allowed once")
     return tuple(addresses)
@@ -220,8 +244,8 @@ def _token(path: str | None) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             token = file.read().strip()
-    except OSError as error:
-        raise ConfigError(f"--meta-token-file: {path} cannot be read ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--meta-token-file: {path} cannot be read ({error})") from error
     if not token:
         raise ConfigError(f"--meta-token-file: {path} is empty, one line with the token is expected")
     return token

@@ -97,6 +97,7 @@ class Prober:
             options = self._options
             patience = options.silent_to_down_with_lease if target.engines else options.silent_to_down
             return ProbeState.DOWN if history.silent >= patience else target.probe
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError, ValueError):
+            # ValueError: the resolver's word for a name that cannot exist.
             history.silent = 0
             return ProbeState.DOWN

@@ -115,10 +115,9 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
         stack.push_async_callback(runner.cleanup)
         try:
             await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
-        except OSError as error:
-            raise ConfigError(
-                f"--host, --port: cannot listen on {config.host}:{config.port} ({error.strerror or error})"
-            ) from error
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: the resolver's word for a name that cannot exist.
+            raise ConfigError(f"--host, --port: cannot listen on {config.host}:{config.port} ({error})") from error
         yield RunningProxy(_bound_address(config.host, runner), router, journal)
 
 
@@ -160,12 +159,18 @@ async def _build(config: ProxyConfig, client: MetaApi, stack: AsyncExitStack) ->
 
 def _run_beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None], name: str) -> None:
     task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report_failure)
 
     async def end() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     stack.push_async_callback(end)
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("%s has broken; restart this proxy", task.get_name(), exc_info=error)
 
 
 def client_options(config: ProxyConfig) -> ClientOptions:

@@ -1,6 +1,7 @@
 """Command line."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 from rd2h_proxy import config
@@ -41,6 +42,15 @@ def test_without_engines_they_come_from_the_registry() -> None:
         ("--prefiller-hosts a b --prefiller-ports 1", "2 hosts and 1 ports"),
         ("--prefiller-hosts a --prefiller-ports 70000", "--prefiller-ports: 70000 given, allowed are 1 to 65535"),
         ("--decoder-hosts 0.0.0.0 --decoder-ports 1", "wildcard"),
+        ("--decoder-hosts [::] --decoder-ports 1", "wildcard"),
+        ("--decoder-hosts http://10.0.0.1 --decoder-ports 1", "--decoder-hosts: 'http://10.0.0.1' given"),
+        ("--prefiller-hosts a..b --prefiller-ports 1", "--prefiller-hosts: 'a..b' given"),
+        ("--prefiller-hosts 10.0.0.1:80 --prefiller-ports 1", "--prefiller-hosts: '10.0.0.1:80' given"),
+        ("--meta-service-for-decode meta", "--meta-service-for-decode: "),
+        ("--meta-service http://meta:1", "--meta-service: "),
+        ("--meta-cert c --meta-ca a", "--meta-cert, --meta-key"),
+        ("--meta-key k --meta-service grpcs://meta:1", "--meta-cert, --meta-key"),
+        ("--meta-server-name n", "--meta-server-name"),
         ("--decoder-hosts a a --decoder-ports 1 1", "once"),
         ("--port 65536", "--port: 65536 given, allowed are 0 to 65535"),
         ("--queue-s 0", "--queue-s: 0 given"),
@@ -53,3 +63,10 @@ def test_unusable_values_are_one_line_errors(line: str, message: str) -> None:
         parse(line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_token_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"--meta-token-file: .* cannot be read"):
+        parse(f"--meta-token-file {path}")
