@@ -93,6 +93,10 @@ class Membership:
             log.warning("engine %s has no role known here (%d); ignored", engine.engine_id, engine.role)
             return
         previous = self._known.get(engine.engine_id)
+        if previous is not None and previous.generation != engine.generation:
+            # A snapshot, or another run of the meta service, does not tell of the replacement itself.
+            self._removed(previous, EngineEvent.REASON_REPLACED)
+            previous = None
         self._known[engine.engine_id] = engine
         address = engine.http_address or self._learned.get(engine.engine_id, "")
         place = _Place(role, address)
@@ -109,7 +113,7 @@ class Membership:
         target.engines[engine.engine_id] = engine
         target.was_registered = True
         self._places[engine.engine_id] = place
-        if previous is None or previous.generation != engine.generation:
+        if previous is None:
             log.info("%s engine %s (%s) has joined", role.value, engine.engine_id, address)
 
     def _removed(self, engine: Engine, reason: EngineEvent.Reason) -> None:

@@ -117,3 +117,25 @@ def test_pairs_need_equal_layouts_and_divisible_tensor_parallelism() -> None:
     assert not fits(2, 4)
     assert not fits(3, 2)
     assert not fits(1, 1, b"1", b"2")
+
+
+async def test_a_restart_that_only_a_new_snapshot_tells_gives_up_what_the_old_process_had() -> None:
+    membership, pool = make(True)
+    membership.apply(added(engine("a", "h:1"), engine("b", "h:2"), snapshot=True))
+    lost: list[str] = []
+    for address in ("h:1", "h:2"):
+        target = pool.get(address)
+        assert target is not None
+        target.watch_loss(lost.append)
+    membership.apply(added(engine("a", "h:1", generation=2), engine("b", "h:2"), snapshot=True))
+    assert lost == ["engine a was restarted"]
+    assert addresses(pool) == ["h:1", "h:2"]
+
+
+async def test_an_address_that_was_learned_is_forgotten_with_the_process_that_had_it() -> None:
+    membership, pool = make(False, "h:1", "h:2")
+    membership.apply(added(engine("a"), snapshot=True))
+    membership.learn("a", "h:1")
+    membership.apply(added(engine("a", generation=2), snapshot=True))
+    membership.learn("a", "h:2")
+    assert [target.address for target in pool.targets if "a" in target.engines] == ["h:2"]
