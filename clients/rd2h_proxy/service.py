@@ -109,7 +109,8 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=_IDLE_CLIENT_S,
-            shutdown_timeout=_DRAIN_S,
+            # aiohttp waits so long for a handler, then as long again after it has ended the request's body.
+            shutdown_timeout=_DRAIN_S / 2,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
