@@ -149,15 +149,16 @@ class Attempt:
         self._stop_watching()
         if self._answer is not None:
             self._answer.end(clean=error is None)
-        closed = self._feeder.closed
         if self._feed is not None:
             self._feed.cancel()
+        if not self._feeder.closed:
+            # Before anything is awaited: a second cancellation must not keep the engines from being told.
+            self._router.background.start(self._end_rendezvous(error))
+        if self._feed is not None:
             await asyncio.wait({self._feed})
             if not self._feed.cancelled():
                 # A failure that ended the attempt was raised by `answer`; one after a complete answer is moot.
                 self._feed.exception()
-        if not closed:
-            self._router.background.start(self._end_rendezvous(error))
 
     async def _end_rendezvous(self, error: BaseException | None) -> None:
         """Tells the meta service how the attempt ended, so that neither engine waits for the other."""

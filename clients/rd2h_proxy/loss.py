@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rd2h_proxy.failure import Blame, engine_failure
@@ -12,8 +12,8 @@ from rd2h_proxy.target import Role, Target
 T = TypeVar("T")
 
 
-async def unless_lost(target: Target, call: Coroutine[Any, Any, T]) -> T:
-    """Awaits `call`.
+async def unless_lost(target: Target, call: Coroutine[Any, Any, T], discard: Callable[[T], None] | None = None) -> T:
+    """Awaits `call`. `discard` gets a result that comes in the moment of our own cancellation, when nobody takes it.
 
     Raises:
         AttemptError: the target was lost meanwhile; the call has been cancelled.
@@ -26,10 +26,12 @@ async def unless_lost(target: Target, call: Coroutine[Any, Any, T]) -> T:
             lost.set_result(reason)
 
     stop_watching = target.watch_loss(on_lost)
+    taken = False
     try:
         waiting: set[asyncio.Future[Any]] = {task, lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
+            taken = True
             return task.result()
         blame = Blame.PREFILL if target.role is Role.PREFILL else Blame.DECODE
         raise engine_failure(blame, target.address, lost.result())
@@ -38,3 +40,5 @@ async def unless_lost(target: Target, call: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        if not taken and discard is not None and not task.cancelled() and task.exception() is None:
+            discard(task.result())

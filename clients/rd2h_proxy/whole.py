@@ -56,7 +56,7 @@ class WholeAttempt:
         path = self._request.api.value
         call = open_answer(self._router.session, Blame.PREFILL, target.address, path, body, headers)
         try:
-            answer = await unless_lost(target, call)
+            answer = await unless_lost(target, call, lambda unread: unread.end(clean=False))
         except AttemptError as failure:
             if failure.blame is Blame.PREFILL and failure.answer.status not in (429, 503):
                 self._lease.failed()
