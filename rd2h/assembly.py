@@ -299,7 +299,9 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
     failures: list[PrefillWorker] = []
     publisher = Publisher(
         memory,
-        PublisherOptions(config.peer_timeout_s, config.connect_timeout_s, config.handshake_timeout_s),
+        PublisherOptions(
+            config.peer_timeout_s, config.connect_timeout_s, config.handshake_timeout_s, config.legacy_ack_timeout_s
+        ),
         stats,
         lambda refusals: failures[0].on_failure(refusals),
     )

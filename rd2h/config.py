@@ -183,6 +183,8 @@ class ConnectorConfig:
     """Decode: addresses from which Prefills without our extensions are accepted."""
     legacy_decode_hosts: frozenset[str] = _key(_hosts, frozenset())
     """Prefill: addresses of Decodes without our extensions that may be published to."""
+    legacy_ack_timeout_s: float = _key(_positive, 300.0)
+    """Prefill: a legacy Decode that leaves a ready message unanswered for this long is given up."""
     require_registered_decode: bool = _key(_boolean, True)
     """Prefill: connect only to Decode engines that the meta service knows, never just because a request says so."""
     registration_wait_s: float = _key(_non_negative, 2.0)

@@ -184,8 +184,13 @@ class PublishBook:
                 return
             endpoint.sent(message, now)
             count += 1
-        if count:
-            self._stats.add(layers_published=count)
+        if not count:
+            return
+        self._stats.add(layers_published=count)
+        due_s = now + self._options.legacy_ack_timeout_s
+        if endpoint.legacy and due_s < self.check_at_s:
+            self._check_by(due_s)
+            self.watch.wake()  # the publisher's thread may be waiting for longer
 
     def _encode(self, endpoint: Endpoint, message: LayerMessage) -> bytes:
         chunk = message.chunk
@@ -335,16 +340,18 @@ class PublishBook:
         now = self._clock()
         for link in list(self._links.values()):
             endpoint = link.endpoint
-            due_s = endpoint.give_up_at_s(self._options.peer_timeout_s)
+            due_s = endpoint.give_up_at_s(self._options)
             if now >= due_s and endpoint.state is EndpointState.READY:
-                self._lose(link, f"nothing heard for {self._options.peer_timeout_s:g} s")
+                silent = f"nothing heard for {self._options.peer_timeout_s:g} s"
+                unanswered = f"a message not answered for {self._options.legacy_ack_timeout_s:g} s"
+                self._lose(link, unanswered if endpoint.legacy else silent)
             elif now >= due_s:
                 self._lose(link, f"no answer while {endpoint.state.name.lower()}")
         for endpoint in list(self._fading):
-            if now >= endpoint.give_up_at_s(self._options.peer_timeout_s):
+            if now >= endpoint.give_up_at_s(self._options):
                 self._bury(endpoint, endpoint.reason)
         known = [*(link.endpoint for link in self._links.values()), *self._fading]
-        self.check_at_s = min((e.give_up_at_s(self._options.peer_timeout_s) for e in known), default=math.inf)
+        self.check_at_s = min((e.give_up_at_s(self._options) for e in known), default=math.inf)
 
     def _lose(self, link: Link, reason: str) -> None:
         """The connection is over: its children fail; what was sent stays gated while Decode may still use it."""
@@ -364,7 +371,7 @@ class PublishBook:
         self.gates.give_up_where(endpoint.number, [message.seq for message in endpoint.outbox])
         endpoint.outbox.clear()
         endpoint.notices.clear()
-        due_s = endpoint.give_up_at_s(self._options.peer_timeout_s)
+        due_s = endpoint.give_up_at_s(self._options)
         if handshaken and self._clock() < due_s:
             self._fading.append(endpoint)
             self._check_by(due_s)

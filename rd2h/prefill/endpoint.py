@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from rd2h.gates import ChunkBlocks
+from rd2h.prefill.options import PublisherOptions
 from rd2h.wire import Refusal
 
 MAX_OUTBOX = 65536
@@ -142,17 +143,18 @@ class Endpoint:
             del self.legacy_waiting[layer_idx]
         return found
 
-    def give_up_at_s(self, peer_timeout_s: float) -> float:
+    def give_up_at_s(self, options: PublisherOptions) -> float:
         """When to give this endpoint up as things are: infinite while nothing limits it.
 
         Once lost, what was sent may no longer be in use by Decode from then on. A legacy Decode has no heartbeat, so
-        its silence means nothing while its connection stands.
+        its silence means nothing while its connection stands, but that it does not answer does after a long time.
         """
         if not self.answered:
             return self.deadline_s
-        if self.last_heard_s is None or (self.legacy and self.state is EndpointState.READY):
-            return math.inf
-        return self.last_heard_s + peer_timeout_s
+        if self.legacy and self.state is EndpointState.READY:
+            oldest = next(iter(self.unacknowledged.values()), None)
+            return math.inf if oldest is None else oldest[1] + options.legacy_ack_timeout_s
+        return math.inf if self.last_heard_s is None else self.last_heard_s + options.peer_timeout_s
 
     def open_failures(self, reason: str) -> list[Refusal]:
         """Every child with a message that is queued or unacknowledged."""

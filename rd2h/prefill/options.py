@@ -14,6 +14,8 @@ class PublisherOptions:
     peer_timeout_s: float = 20.0
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 10.0
+    legacy_ack_timeout_s: float = 300.0
+    """How long a legacy Decode, which has no heartbeat, may leave a ready message unanswered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ waiting. A dead or slow endpoint delays nobody else: every endpoint is a non-blo
 Bounds: ``MAX_ENDPOINTS`` endpoints, ``MAX_OUTBOX`` queued messages an endpoint, ``MAX_STOPPED`` remembered tokens;
 connect and handshake have deadlines; a sent message stays gated until acknowledged, or until nothing has been heard
 from its Decode for ``peer_timeout_s`` (see ``rd2h.lease`` for why that is safe), or until a new generation answers on
-the same address.
+the same address; towards a legacy Decode, until one message has been unanswered for ``legacy_ack_timeout_s``.
 """
 
 import logging

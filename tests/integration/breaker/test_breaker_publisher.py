@@ -1,7 +1,6 @@
 """Attacks on Prefill's publisher: swallowed edges, lost wake-ups, exhausted sockets."""
 
 import errno
-import math
 import secrets
 import socket
 import threading
@@ -128,14 +127,14 @@ def test_an_endpoint_that_gets_no_socket_fails_alone(
 def test_a_loss_that_the_forward_thread_sees_is_timed_by_the_sleeping_publisher(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A legacy Decode has no time limit while it stands, so the publisher sleeps without one when it is lost."""
+    """A legacy Decode has hardly a time limit while it stands, so the publisher sleeps for long when it is lost."""
     publisher = make(PublisherOptions(peer_timeout_s=2.0, connect_timeout_s=0.5, handshake_timeout_s=0.5))
     with ScriptedDecode(legacy=True) as decode:
         port = decode.address.base_port
         publisher.publish(0, [chunk(port, None)], last_layer=False)
         decode.handshake()
         decode.ready()
-        wait_for("no time limit is left", lambda: publisher._book.check_at_s == math.inf)
+        wait_for("no near time limit is left", lambda: publisher._book.check_at_s > time.monotonic() + 60)
         with monkeypatch.context() as patch:
             patch.setattr(Link, "send", lambda *_: False)
             publisher.publish(1, [chunk(port, None)], last_layer=True)

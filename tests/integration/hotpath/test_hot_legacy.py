@@ -1,6 +1,7 @@
 """Peers without our extensions, scripted frame by frame, to the end of a request; in both directions."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -319,3 +320,26 @@ def test_idle_legacy_decode_costs_nothing(take_worker: TakeWorker, legacy_decode
     prefill.publish(parts(again, legacy_decode.address))
     assert legacy_decode.ready().layer_idx == 0  # on the same connection, without new metadata
     wait_for("outstanding", lambda: prefill.worker.call("outstanding") == SPEC.layers)
+
+
+def test_legacy_decode_that_hangs_is_given_up_by_the_age_of_its_messages(
+    take_worker: TakeWorker, legacy_decode: ScriptedDecode
+) -> None:
+    """Without heartbeats only an answer shows that it lives; its connection standing means nothing."""
+    options = PublisherOptions(peer_timeout_s=0.3, legacy_ack_timeout_s=1.0)
+    prefill = Prefill.start(take_worker(), SPEC, options=options)
+    child = legacy_child(Prompts(SPEC), 4, "cmpl-l-0")
+    prefill.publish(parts(child, legacy_decode.address))
+    legacy_decode.receive()
+    legacy_decode.send(vector("ack"))
+    heads = [legacy_decode.ready() for _ in range(SPEC.layers)]
+    begin = time.monotonic()
+    # All but one are answered; that it goes on answering does not hold the gate for ever.
+    for head in heads[1:]:
+        legacy_decode.send(msgpack.packb((b"read_done", head.layer_idx), use_bin_type=True))
+    stays("the gate is shut", lambda: prefill.worker.call("outstanding") >= 1, 0.4)
+    wait_for("the gate opens", lambda: prefill.worker.call("outstanding") == 0, 10)
+    assert time.monotonic() - begin > 0.7
+    # The next request makes a new connection.
+    prefill.publish(parts(legacy_child(Prompts(SPEC), 2, "cmpl-l-1"), legacy_decode.address))
+    legacy_decode.receive()
