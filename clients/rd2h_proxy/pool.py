@@ -208,13 +208,18 @@ class EnginePool:
 
     def wake(self) -> None:
         """Hands free places to waiters. Called whenever a target may have become able to take a request."""
+        free = self._has_free_target()
         for waiter in list(self._waiters):
+            # A long queue meets every release: most of them leave nothing to hand out, and must cost little.
+            if not free:
+                break
             if waiter.place.done():
                 continue
             lease = self._place(waiter.work_tokens, waiter.fits, waiter.exclude)
             if lease is not None:
                 self._waiters.remove(waiter)
                 waiter.place.set_result(lease)
+                free = self._has_free_target()
             elif not waiter.exclude and waiter.fits is anything:
                 break
         self._arm_timer()
@@ -233,6 +238,10 @@ class EnginePool:
         if wakes:
             delay_s = max(0.05, min(wakes) - self.now())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.wake)
+
+    def _has_free_target(self) -> bool:
+        now = self.now()
+        return any(target.has_room() and target.unusable_reason(now) is None for target in self._targets.values())
 
     def _place(self, work_tokens: int, fits: Filter, exclude: Collection[str]) -> Lease | None:
         free = [target for target in self.usable(fits, exclude) if target.has_room()]

@@ -154,3 +154,28 @@ async def test_an_engine_that_comes_back_in_time_is_used() -> None:
     pool.wake()
     with await asyncio.wait_for(wait, 5) as lease:
         assert lease.target is target
+
+
+async def test_a_long_queue_costs_nothing_while_no_engine_has_room() -> None:
+    pool = EnginePool(Role.DECODE, 1000, lambda: 0.0)
+    pool.add(Target(Role.DECODE, "h:1", 1, static=True))
+    asked = 0
+
+    def fits(_target: Target) -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    lease = await pool.acquire(1, 5, fits)
+    waiters = [asyncio.create_task(pool.acquire(1, 5, fits)) for _ in range(500)]
+    while pool.waiting < 500:
+        await asyncio.sleep(0)
+    asked = 0
+    pool.wake()
+    assert asked == 0
+    lease.release()
+    assert asked == 1
+    for waiter in waiters:
+        waiter.cancel()
+    await asyncio.gather(*waiters, return_exceptions=True)
+    assert pool.waiting == 0
