@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 from rd2h_proxy.errors import ErrorAnswer
+
+_DELAY = re.compile(r"[0-9]{1,6}")
 
 
 class Blame(Enum):
@@ -49,7 +52,7 @@ def refused_by_engine(
     """
     if status < 400:
         return engine_failure(blame, address, f"answered {status}, which is neither success nor error here")
-    after_s = int(retry_after) if retry_after is not None and retry_after.isdecimal() else None
+    after_s = int(retry_after) if retry_after is not None and _DELAY.fullmatch(retry_after) else None
     if status in (429, 503) and after_s is None:
         after_s = 1
     answer = ErrorAnswer(status, body, content_type, after_s)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from rd2h_proxy.errors import ErrorAnswer
+from rd2h_proxy.failure import Blame, refused_by_engine
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,11 @@ def test_whatever_an_engine_answered_the_event_is_one_that_clients_know_as_an_er
     assert isinstance(error["message"], str)
     if len(body) < 1000:
         assert "no room" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("told", "passed_on"), [("3", 3), ("9" * 5000, 1), ("-1", 1), ("Wed, 21 Oct 2026 07:28:00 GMT", 1), (None, 1)]
+)
+def test_only_a_plain_delay_of_an_engine_is_passed_on(told: str | None, passed_on: int) -> None:
+    failure = refused_by_engine(Blame.DECODE, "h:1", 503, b"{}", "application/json", told)
+    assert failure.answer.retry_after_s == passed_on
