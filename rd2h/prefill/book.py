@@ -108,6 +108,17 @@ class PublishBook:
         self.gates.give_up_where(endpoint.number, [message.seq])
         self.fail(Refusal(token, error or endpoint.reason) for token in message.chunk.tokens)
 
+    def break_off(self, endpoint: Endpoint, message: LayerMessage, reason: str) -> None:
+        """Telling a message failed half-way: its children fail, and so does a connection that may have sent it."""
+        link = self._links.get(endpoint.number)
+        if link is not None:
+            self._lose(link, reason)
+        else:
+            if message in endpoint.outbox:
+                endpoint.outbox.remove(message)
+            self.gates.give_up_where(endpoint.number, [message.seq])
+        self.fail(Refusal(token, reason) for token in message.chunk.tokens)
+
     def tell_failure(self, key: EndpointKey, failures: Sequence[Refusal]) -> None:
         """Tell a Decode that Prefill will not deliver these children, and publish them no more."""
         for failure in failures:

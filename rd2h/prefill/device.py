@@ -22,7 +22,7 @@ def event_recorder(device: Any) -> RecordEvent | None:
     """How to record an event on ``device`` (a ``torch.device``); None for a CPU.
 
     The returned function records on the calling thread's current stream and gives the wait for it, which raises
-    RuntimeError when the device has failed.
+    (torch: RuntimeError) when the device has failed.
     """
     if device.type == "cpu":
         return None
@@ -42,10 +42,19 @@ def event_recorder(device: Any) -> RecordEvent | None:
     return record
 
 
+ENDED = "the thread that waits for the device has ended"
+
+
 class DeviceOrder:
-    """Runs actions in order, each after its wait. As bounded as what waits for acknowledgement (see the publisher)."""
+    """Runs actions in order, each after its wait. As bounded as what waits for acknowledgement (see the publisher).
+
+    Every action is called once: an exception of a wait or of another action does not keep it from that.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Around ``_ended`` and what is queued after it."""
+        self._ended = False
         self._queue: queue.SimpleQueue[tuple[WaitForDevice, Callable[[str], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -54,7 +63,12 @@ class DeviceOrder:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rd2h-device-events", daemon=True)
             self._thread.start()
-        self._queue.put((wait, action))
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                self._queue.put((wait, action))
+        if ended:
+            action(ENDED)
 
     @property
     def alive(self) -> bool:
@@ -68,12 +82,32 @@ class DeviceOrder:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            wait, action = item
-            error = ""
-            try:
-                wait()
-            except RuntimeError as problem:  # what torch raises for a failed device
-                logger.warning("rd2h: the device failed before a layer was written: %s", problem)
-                error = f"the device failed: {problem}"
+        item = None
+        try:
+            while (item := self._queue.get()) is not None:
+                self._act(item[1], self._wait(item[0]))
+        finally:
+            # Empty, unless the interpreter ends the thread, which no handler may stop.
+            with self._lock:
+                self._ended = True
+            while item is not None:
+                self._act(item[1], ENDED)
+                item = None if self._queue.empty() else self._queue.get()
+
+    @staticmethod
+    def _wait(wait: WaitForDevice) -> str:
+        """Why the wait failed, or "". Drivers raise what they like."""
+        try:
+            wait()
+        except Exception as problem:
+            error = f"the device failed before a layer was written: {type(problem).__name__}: {problem}"
+            logger.exception("rd2h: %s", error)
+            return error
+        return ""
+
+    @staticmethod
+    def _act(action: Callable[[str], None], error: str) -> None:
+        try:
             action(error)
+        except Exception:
+            logger.exception("rd2h: a layer could not be told after the device had written it")

@@ -176,7 +176,12 @@ class Publisher:
         """The device has written the layer of these messages, or has failed."""
         with self._locked:
             for endpoint, message in held:
-                self._book.enqueue(endpoint, message, error)
+                try:
+                    self._book.enqueue(endpoint, message, error)
+                except Exception as problem:
+                    # Nobody above can tell whose layer it was: its gate would stay shut for ever.
+                    logger.exception("rd2h: a layer could not be told to Decode %s", endpoint.key)
+                    self._book.break_off(endpoint, message, f"Prefill could not tell a layer: {problem}")
         self._report()
 
     def _report(self) -> None:

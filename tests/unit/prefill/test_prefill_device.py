@@ -1,11 +1,13 @@
 """A layer is told only when the device has written it."""
 
+import queue
 import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from rd2h.prefill.publisher import Publisher, PublisherOptions, SourceMemory
 from rd2h.stats import TransferStats
 from rd2h.wire import PeerInfo, Refusal
 
-TOKEN = secrets.token_bytes(16)
+TOKEN, OTHER = secrets.token_bytes(16), secrets.token_bytes(16)
 
 
 class Event:
@@ -24,7 +26,7 @@ class Event:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
-        self.error: RuntimeError | None = None
+        self.error: BaseException | None = None
 
     def wait(self) -> None:
         assert self.reached.wait(20)
@@ -53,9 +55,9 @@ def publisher(failures: list[Refusal]) -> Iterator[Publisher]:
     made.close()
 
 
-def chunk() -> EndpointChunk:
+def chunk(token: bytes = TOKEN) -> EndpointChunk:
     blocks = ChunkBlocks(frozenset({1, 2}), frozenset())
-    return EndpointChunk(EndpointKey("127.0.0.1", 9, 3), b"\x90", blocks, (TOKEN,), (), (), 0, 1)
+    return EndpointChunk(EndpointKey("127.0.0.1", 9, 3), b"\x90", blocks, (token,), (), (), 0, 1)
 
 
 def test_gates_close_before_the_device_is_done_and_nothing_is_queued_until_then(publisher: Publisher) -> None:
@@ -87,9 +89,83 @@ def test_a_failed_device_opens_the_gate_and_fails_the_children(publisher: Publis
     event.reached.set()
     publisher.wait_writable(None, ALL_BLOCKS)
     until(lambda: bool(failures))
-    assert failures == [Refusal(TOKEN, "the device failed: out of order")]
+    assert failures == [Refusal(TOKEN, "the device failed before a layer was written: RuntimeError: out of order")]
     (endpoint,) = publisher._book.endpoints.values()
     assert not endpoint.outbox
+
+
+@pytest.mark.parametrize("error", [ValueError("no such device"), OSError(5, "input/output error"), KeyError("npu")])
+def test_any_error_of_the_wait_costs_its_layer_alone(
+    error: Exception, publisher: Publisher, failures: list[Refusal]
+) -> None:
+    """Whatever a driver raises: the thread goes on, or the gates of all later layers would stay shut for ever."""
+    first, second = Event(), Event()
+    first.error = error
+    publisher.publish(0, [chunk()], last_layer=False, after=first.wait)
+    publisher.publish(1, [chunk(OTHER)], last_layer=False, after=second.wait)
+    first.reached.set()
+    until(lambda: bool(failures))
+    assert [failure.token for failure in failures] == [TOKEN]
+    assert "the device failed" in failures[0].reason
+    assert type(error).__name__ in failures[0].reason
+    second.reached.set()
+    (endpoint,) = publisher._book.endpoints.values()
+    until(lambda: len(endpoint.outbox) == 1)
+    assert publisher._device.alive
+    assert publisher.outstanding() == 1
+
+
+def test_an_error_while_a_layer_is_told_costs_its_children_alone(
+    publisher: Publisher, failures: list[Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that was half sent is of no use, and nobody would ever open its gate."""
+    tell = publisher._book.enqueue
+
+    def broken(endpoint: Any, message: Any, error: str = "") -> None:
+        if TOKEN in message.chunk.tokens:
+            raise ValueError("a defect")
+        tell(endpoint, message, error)
+
+    monkeypatch.setattr(publisher._book, "enqueue", broken)
+    event = Event()
+    publisher.publish(0, [chunk(), chunk(OTHER)], last_layer=False, after=event.wait)
+    event.reached.set()
+    until(lambda: bool(failures))
+    assert [failure.token for failure in failures] == [TOKEN]
+    assert "a defect" in failures[0].reason
+    (endpoint,) = publisher._book.endpoints.values()
+    until(lambda: len(endpoint.outbox) == 1)
+    assert publisher.outstanding() == 1
+    assert publisher._device.alive
+
+
+def test_an_action_that_raises_does_not_end_the_thread() -> None:
+    order, done = DeviceOrder(), threading.Event()
+
+    def raising(error: str) -> None:
+        raise ValueError(error or "a defect")
+
+    order.then(lambda: None, raising)
+    order.then(lambda: None, lambda error: done.set())
+    assert done.wait(20)
+    assert order.alive
+    order.close(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nothing_waits_for_a_thread_that_has_ended() -> None:
+    """Only what no handler may stop ends it; then layers fail at once instead of waiting in its queue."""
+    order, told, held = DeviceOrder(), queue.SimpleQueue[str](), Event()
+    held.error = SystemExit()
+    order.then(held.wait, told.put)
+    order.then(lambda: None, told.put)
+    held.reached.set()
+    for _ in range(2):
+        assert "has ended" in told.get(timeout=20)
+    until(lambda: not order.alive)
+    order.then(lambda: None, told.put)
+    assert "has ended" in told.get(timeout=1)
+    order.close(1)
 
 
 def test_an_endpoint_lost_meanwhile_is_told_nothing(publisher: Publisher, failures: list[Refusal]) -> None:
