@@ -9,11 +9,13 @@ from harness.cache import Block, CacheSpec, Expected
 from harness.decode_side import DecodeSide
 from harness.plans import Child, DecodeAddress, Part, Report
 from harness.prefill_side import PrefillSide
+from harness.scripted import ScriptedPrefill
 from harness.waiting import wait_for
 from harness.worker import Worker
 
 from rd2h.decode.options import PullerOptions
 from rd2h.prefill.options import PublisherOptions
+from rd2h.wire import MfAck, PeerInfo, encode_mf_meta, encode_pong
 
 DECODE_OPTIONS = PullerOptions("127.0.0.1", 0, 0, b"", 1, park_timeout_s=20.0, idle_timeout_s=60.0, hold_s=0.2)
 
@@ -201,3 +203,15 @@ def parts(child: Child, target: DecodeAddress, *cuts: int) -> list[Part]:
     """The chunks of a child, cut at these prompt blocks; each is published on its own."""
     edges = [child.start, *cuts, child.blocks]
     return [Part(child, target, begin, end, end == child.blocks) for begin, end in pairwise(edges)]
+
+
+def connect_by_hand(prefill: Prefill, decode: Decode) -> ScriptedPrefill:
+    """A connection that has sent this Prefill's metadata and is trusted."""
+    raw = ScriptedPrefill(decode.address.base_port, prefill.generation)
+    peer = PeerInfo(1, prefill.generation, b"", 1, 0)
+    raw.send(encode_mf_meta(prefill.worker.call("session"), prefill.worker.call("layer_map"), peer))
+    ack = raw.receive()
+    assert isinstance(ack, MfAck)
+    assert not ack.error
+    raw.send(encode_pong(prefill.generation, ack.clock_ns))
+    return raw

@@ -6,6 +6,7 @@ import pytest
 
 pytest.register_assert_rewrite("harness.pair", "harness.waiting", "harness.scripted")
 
+from harness.scripted import ScriptedDecode  # noqa: E402
 from harness.worker import Worker  # noqa: E402 (after the line above, which concerns it)
 
 TakeWorker = Callable[[], Worker]
@@ -34,3 +35,16 @@ def take_worker(_spare: list[Worker]) -> Iterator[TakeWorker]:
             _spare.append(worker)
         else:
             worker.kill()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., ScriptedDecode]]:
+    made: list[ScriptedDecode] = []
+
+    def make(**kwargs: object) -> ScriptedDecode:
+        made.append(ScriptedDecode(**kwargs))
+        return made[-1]
+
+    yield make
+    for decode in made:
+        decode.close()

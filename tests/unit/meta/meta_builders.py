@@ -10,7 +10,12 @@ from rd2h_client.v1.engine_registry_pb2 import (
     LayerLayout,
     Layout,
 )
-from rd2h_client.v1.rendezvous_pb2 import Child, RendezvousEvent
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Child, Outcome, RendezvousEvent, WithdrawRequest
+from rd2h_meta.limits import RendezvousLimits
+from rd2h_meta.rendezvous import RendezvousTable
+
+PROXY, DECODE, OTHER = 1, 2, 3
+"""Subscribers."""
 
 
 def layout(**changes: object) -> Layout:
@@ -86,3 +91,30 @@ def kind(event: RendezvousEvent) -> str:
 
 def _outcome(number: int) -> str:
     return ("?", "DONE", "ABORTED", "FAILED", "EXPIRED")[number]
+
+
+class RendezvousBench:
+    """A rendezvous table, and what every subscriber was told."""
+
+    def __init__(self, limits: RendezvousLimits = RendezvousLimits()) -> None:  # noqa: B008
+        self.told: dict[int, list[RendezvousEvent]] = {}
+        self.table = RendezvousTable(limits, lambda who, event: self.told.setdefault(who, []).append(event))
+
+    def story(self, who: int) -> list[str]:
+        """What a subscriber was told since the last call."""
+        return [kind(event) for event in self.told.pop(who, [])]
+
+    def advertise(self, *names: str, rid: str = "r", ttl_s: float = 0.0, who: int = DECODE, now_s: float = 0.0) -> None:
+        for name in names:
+            self.table.advertise(rid, child(name), ttl_s, who, now_s)
+
+    def await_(self, expected: int, rid: str = "r", ttl_s: float = 0.0, who: int = PROXY, now_s: float = 0.0) -> None:
+        self.table.await_children(rid, expected, ttl_s, who, now_s)
+
+    def withdraw(
+        self, name: str, outcome: Outcome = OUTCOME_DONE, reason: str = "", rid: str = "r", who: int = DECODE
+    ) -> None:
+        request = WithdrawRequest(
+            rendezvous_id=rid, request_id=name, outcome=outcome, reason=reason, prompt_index=3, choice_index=1
+        )
+        self.table.withdraw(request, who, 0.0)

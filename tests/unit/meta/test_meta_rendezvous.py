@@ -1,53 +1,16 @@
 """The rendezvous core. Cases R3, R4, R5 and the order-independence of everything."""
 
 import pytest
-from meta_builders import child, kind
-from rd2h_client.v1.rendezvous_pb2 import (
-    OUTCOME_ABORTED,
-    OUTCOME_DONE,
-    OUTCOME_EXPIRED,
-    OUTCOME_FAILED,
-    Outcome,
-    RendezvousEvent,
-    WithdrawRequest,
-)
-from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, LimitError, PreconditionError
+from meta_builders import DECODE, OTHER, PROXY, RendezvousBench, child
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_ABORTED, OUTCOME_DONE, OUTCOME_FAILED
+from rd2h_meta.errors import ConflictError, EndedError, PreconditionError
 from rd2h_meta.limits import RendezvousLimits
-from rd2h_meta.rendezvous import NOBODY, RendezvousTable
-
-PROXY, DECODE, OTHER = 1, 2, 3
-
-
-class Bench:
-    """A table, and what every subscriber was told."""
-
-    def __init__(self, limits: RendezvousLimits = RendezvousLimits()) -> None:  # noqa: B008
-        self.told: dict[int, list[RendezvousEvent]] = {}
-        self.table = RendezvousTable(limits, lambda who, event: self.told.setdefault(who, []).append(event))
-
-    def story(self, who: int) -> list[str]:
-        """What a subscriber was told since the last call."""
-        return [kind(event) for event in self.told.pop(who, [])]
-
-    def advertise(self, *names: str, rid: str = "r", ttl_s: float = 0.0, who: int = DECODE, now_s: float = 0.0) -> None:
-        for name in names:
-            self.table.advertise(rid, child(name), ttl_s, who, now_s)
-
-    def await_(self, expected: int, rid: str = "r", ttl_s: float = 0.0, who: int = PROXY, now_s: float = 0.0) -> None:
-        self.table.await_children(rid, expected, ttl_s, who, now_s)
-
-    def withdraw(
-        self, name: str, outcome: Outcome = OUTCOME_DONE, reason: str = "", rid: str = "r", who: int = DECODE
-    ) -> None:
-        request = WithdrawRequest(
-            rendezvous_id=rid, request_id=name, outcome=outcome, reason=reason, prompt_index=3, choice_index=1
-        )
-        self.table.withdraw(request, who, 0.0)
+from rd2h_meta.rendezvous import NOBODY
 
 
 class TestEitherSideFirst:
     def test_await_first(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         assert bench.story(PROXY) == []
         bench.advertise("a")
@@ -56,21 +19,21 @@ class TestEitherSideFirst:
         assert bench.story(PROXY) == ["advertised b", "complete 2"]
 
     def test_adverts_first(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", "b")
         bench.await_(2)
         assert bench.story(PROXY) == ["advertised a", "advertised b", "complete 2"]
         assert bench.story(DECODE) == []
 
     def test_in_between(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a")
         bench.await_(2)
         bench.advertise("b")
         assert bench.story(PROXY) == ["advertised a", "advertised b", "complete 2"]
 
     def test_the_child_arrives_as_it_was_sent(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(1)
         bench.advertise("a")
         assert bench.told[PROXY][0].advertised == child("a")
@@ -78,7 +41,7 @@ class TestEitherSideFirst:
 
 class TestIdempotence:
     def test_the_same_advert_again_says_nothing_and_extends_the_life(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2, ttl_s=1000.0)
         bench.advertise("a", ttl_s=10.0)
         bench.story(PROXY)
@@ -90,13 +53,13 @@ class TestIdempotence:
         assert bench.story(PROXY) == ["ended a EXPIRED"]
 
     def test_another_token_for_the_same_name_is_a_conflict(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a")
         with pytest.raises(ConflictError, match="'a' is already advertised in 'r' with another token"):
             bench.table.advertise("r", child("a", token=b"y" * 16), 0.0, DECODE, 0.0)
 
     def test_the_same_await_again_replays(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         bench.advertise("a", "b")
         bench.story(PROXY)
@@ -105,13 +68,13 @@ class TestIdempotence:
         assert bench.story(PROXY) == []
 
     def test_another_expectation_is_refused_with_both_numbers(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         with pytest.raises(PreconditionError, match=r"got 3, but 'r' is awaited already with 2"):
             bench.await_(3)
 
     def test_more_children_than_expected_are_refused(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", "b")
         with pytest.raises(PreconditionError, match=r"got 1, but 2 children"):
             bench.await_(1)
@@ -120,7 +83,7 @@ class TestIdempotence:
             bench.advertise("c")
 
     def test_ends_twice(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(1)
         bench.advertise("a")
         bench.withdraw("a")
@@ -134,7 +97,7 @@ class TestIdempotence:
 
 class TestEnds:
     def test_a_child_withdrawn_before_it_advertised_reaches_the_waiter(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         bench.withdraw("a", OUTCOME_ABORTED, "client left")
         bench.advertise("b")
@@ -144,7 +107,7 @@ class TestEnds:
         assert refused.value.outcome == OUTCOME_ABORTED
 
     def test_also_when_the_waiter_comes_later(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.withdraw("a", OUTCOME_ABORTED, "client left")
         bench.advertise("b")
         bench.await_(2)
@@ -153,14 +116,14 @@ class TestEnds:
         assert bench.story(PROXY) == ["ended a ABORTED", "advertised b", "complete 1"]
 
     def test_all_children_ended_before_the_waiter_came(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.withdraw("a", OUTCOME_ABORTED, "x")
         bench.await_(1)
         assert bench.story(PROXY) == ["ended a ABORTED", "complete 0", "closed ABORTED"]
         assert bench.table.open_count == 0
 
     def test_ends_like_its_worst_child(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(3)
         bench.advertise("a", "b", "c")
         bench.withdraw("a", OUTCOME_ABORTED, "left")
@@ -170,7 +133,7 @@ class TestEnds:
         assert (closed.outcome, closed.reason) == (OUTCOME_FAILED, "no blocks")
 
     def test_the_indices_of_an_ended_child_are_those_it_advertised(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         bench.table.advertise("r", child("a", prompt_index=7, choice_index=2), 0.0, DECODE, 0.0)
         bench.withdraw("a")
@@ -178,7 +141,7 @@ class TestEnds:
         assert (ended.prompt_index, ended.choice_index) == (7, 2)
 
     def test_who_withdraws_is_not_told_but_other_advertisers_are(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a")
         bench.withdraw("a")
         assert bench.story(DECODE) == []
@@ -187,7 +150,7 @@ class TestEnds:
         assert bench.story(DECODE) == ["ended b ABORTED"]
 
     def test_cancel_tells_waiters_and_advertisers(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         bench.advertise("a")
         bench.story(PROXY)
@@ -198,7 +161,7 @@ class TestEnds:
             bench.advertise("b")
 
     def test_cancel_before_anybody_came_is_remembered(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.table.cancel("r", 0, "gone", 0.0)
         with pytest.raises(EndedError) as refused:
             bench.advertise("a")
@@ -207,7 +170,7 @@ class TestEnds:
         assert bench.story(PROXY) == ["closed ABORTED"]
 
     def test_cancel_with_done(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(1)
         bench.advertise("a")
         bench.table.cancel("r", OUTCOME_DONE, "", 0.0)
@@ -215,7 +178,7 @@ class TestEnds:
         assert not bench.table.stats.failures
 
     def test_failure_of_prefill_after_adverts_reaches_decode_at_once(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2)
         bench.advertise("a", "b")
         bench.table.report_failure("r", ["a", "a"], "prefill 500", 0.0)
@@ -225,7 +188,7 @@ class TestEnds:
         assert bench.story(PROXY) == ["ended b FAILED", "closed FAILED"]
 
     def test_failure_of_prefill_before_adverts_reaches_decode_on_arrival(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.table.report_failure("r", [], "prefill down", 0.0)
         with pytest.raises(EndedError, match="prefill down") as refused:
             bench.advertise("a")
@@ -236,7 +199,7 @@ class TestEnds:
         bench.advertise("b", rid="s")
 
     def test_recent_failures_name_rendezvous_child_and_reason(self) -> None:
-        bench = Bench(RendezvousLimits(recent_failures=2))
+        bench = RendezvousBench(RendezvousLimits(recent_failures=2))
         for number in range(3):
             bench.table.report_failure(f"r{number}", ["a"], f"why {number}", 0.0)
         failures = [(entry.rendezvous_id, entry.request_id, entry.reason) for entry in bench.table.stats.failures]
@@ -245,7 +208,7 @@ class TestEnds:
 
 class TestTime:
     def test_a_rendezvous_expires_for_everybody(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2, ttl_s=10.0)
         bench.advertise("a", ttl_s=100.0)
         bench.story(PROXY)
@@ -257,7 +220,7 @@ class TestTime:
         assert (bench.table.open_count, bench.table.live_children) == (0, 0)
 
     def test_a_child_may_expire_alone(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2, ttl_s=100.0)
         bench.advertise("a", ttl_s=5.0)
         bench.advertise("b", ttl_s=50.0)
@@ -269,20 +232,20 @@ class TestTime:
         assert bench.story(PROXY) == ["ended b EXPIRED", "closed EXPIRED"]
 
     def test_unawaited_adverts_live_as_long_as_the_longest(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", ttl_s=5.0)
         bench.advertise("b", ttl_s=20.0)
         bench.table.expire(10.0)
         assert bench.table.live_children == 1
         bench.await_(2, now_s=10.0)
         assert bench.story(PROXY) == ["ended a EXPIRED", "advertised b", "complete 1"]
-        bench2 = Bench()
+        bench2 = RendezvousBench()
         bench2.advertise("a", ttl_s=5.0)
         bench2.table.expire(5.0)
         assert bench2.table.open_count == 0
 
     def test_the_first_await_sets_the_life_and_later_ones_extend_it(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", ttl_s=500.0)
         bench.await_(1, ttl_s=10.0)
         bench.await_(1, ttl_s=10.0, now_s=5.0)
@@ -293,7 +256,7 @@ class TestTime:
         assert bench.story(PROXY) == ["closed EXPIRED"]
 
     def test_a_pause_of_the_service_does_not_count(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(1, ttl_s=10.0)
         bench.advertise("a", ttl_s=10.0)
         bench.story(PROXY)
@@ -304,7 +267,7 @@ class TestTime:
         assert bench.story(PROXY) == ["closed EXPIRED"]
 
     def test_the_memory_ends(self) -> None:
-        bench = Bench(RendezvousLimits(memory_s=10.0))
+        bench = RendezvousBench(RendezvousLimits(memory_s=10.0))
         bench.table.cancel("r", OUTCOME_ABORTED, "x", 0.0)
         bench.table.expire(9.9)
         assert bench.table.remembered_count == 1
@@ -313,7 +276,7 @@ class TestTime:
         bench.advertise("a", now_s=10.0)
 
     def test_lives_are_clamped(self) -> None:
-        bench = Bench(RendezvousLimits(min_ttl_s=1.0, max_ttl_s=100.0, default_ttl_s=50.0))
+        bench = RendezvousBench(RendezvousLimits(min_ttl_s=1.0, max_ttl_s=100.0, default_ttl_s=50.0))
         for rid, ttl_s in (("short", 0.001), ("long", 1e6), ("default", 0.0)):
             bench.await_(1, rid=rid, ttl_s=ttl_s)
         for now_s, left in ((0.9, 3), (1.0, 2), (49.9, 2), (50.0, 1), (99.9, 1), (100.0, 0)):
@@ -323,7 +286,7 @@ class TestTime:
 
 class TestStreamsThatEnd:
     def test_a_lost_waiter_gets_nothing_more_and_may_come_back(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(1)
         bench.table.drop_subscriber(PROXY)
         bench.table.drop_subscriber(PROXY)
@@ -334,7 +297,7 @@ class TestStreamsThatEnd:
         assert bench.story(OTHER) == ["advertised a", "complete 1"]
 
     def test_an_advertiser_that_came_back_on_another_stream_is_told_there(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", who=DECODE)
         bench.advertise("a", who=OTHER)
         bench.table.cancel("r", OUTCOME_ABORTED, "x", 0.0)
@@ -342,114 +305,14 @@ class TestStreamsThatEnd:
         assert bench.story(OTHER) == ["ended a ABORTED"]
 
     def test_a_unary_advertiser_is_not_told(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.advertise("a", who=NOBODY)
         bench.table.cancel("r", OUTCOME_ABORTED, "x", 0.0)
         assert bench.told == {}
 
     def test_a_stream_that_waits_and_advertises_gets_every_event_once(self) -> None:
-        bench = Bench()
+        bench = RendezvousBench()
         bench.await_(2, who=DECODE)
         bench.advertise("a", "b")
         bench.withdraw("a", OUTCOME_ABORTED, who=OTHER)
         assert bench.story(DECODE) == ["advertised a", "advertised b", "complete 2", "ended a ABORTED"]
-
-
-class TestLimits:
-    def test_open_rendezvous(self) -> None:
-        bench = Bench(RendezvousLimits(max_open=2, retry_after_s=0.25))
-        bench.await_(1, rid="a")
-        bench.advertise("x", rid="b")
-        for refused in (
-            lambda: bench.await_(1, rid="c"),
-            lambda: bench.advertise("x", rid="c"),
-            lambda: bench.withdraw("x", rid="c"),
-        ):
-            with pytest.raises(LimitError, match="2 rendezvous are open") as error:
-                refused()
-            assert error.value.retry_after_s == 0.25
-        bench.table.cancel("a", OUTCOME_ABORTED, "", 0.0)
-        bench.await_(1, rid="c")
-
-    def test_children(self) -> None:
-        bench = Bench(RendezvousLimits(max_children=2))
-        bench.advertise("a", "b")
-        with pytest.raises(LimitError, match="2 children, the most allowed"):
-            bench.advertise("c")
-        with pytest.raises(InvalidFieldError, match=r"expected_children: got 3, allowed: 1\.\.2"):
-            bench.await_(3, rid="s")
-        with pytest.raises(InvalidFieldError):
-            bench.await_(0, rid="s")
-
-    def test_live_children_over_all(self) -> None:
-        bench = Bench(RendezvousLimits(max_live_children=2))
-        bench.advertise("a", rid="r")
-        bench.advertise("b", rid="s")
-        with pytest.raises(LimitError, match="2 children are live"):
-            bench.advertise("c", rid="t")
-        assert bench.table.open_count == 2
-        bench.withdraw("a")
-        bench.advertise("c", rid="t")
-
-    def test_memory_is_bounded_and_failures_outlive_successes(self) -> None:
-        bench = Bench(RendezvousLimits(max_remembered=3))
-        bench.table.cancel("bad", OUTCOME_ABORTED, "x", 0.0)
-        for number in range(50):
-            bench.table.cancel(f"r{number}", OUTCOME_DONE, "", 0.0)
-        assert bench.table.remembered_count == 4
-        with pytest.raises(EndedError):
-            bench.advertise("a", rid="bad")
-
-    def test_remembered_children_are_bounded(self) -> None:
-        bench = Bench(RendezvousLimits(max_remembered_children=5))
-        for number in range(4):
-            bench.advertise("a", "b", rid=f"r{number}")
-            bench.table.cancel(f"r{number}", OUTCOME_ABORTED, "x", 0.0)
-        assert bench.table.remembered_count == 2
-
-    def test_request_ids(self) -> None:
-        bench = Bench(RendezvousLimits(max_request_ids=2))
-        with pytest.raises(InvalidFieldError, match="request_ids"):
-            bench.table.report_failure("r", ["a", "b", "c"], "x", 0.0)
-
-    def test_a_thousand_children_complete(self) -> None:
-        bench = Bench()
-        bench.await_(1_000)
-        bench.advertise(*(f"c{number}" for number in range(1_000)))
-        story = bench.story(PROXY)
-        assert len(story) == 1_001
-        assert story[-1] == "complete 1000"
-
-
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda table: table.advertise("", child(), 0.0, 1, 0.0), "rendezvous_id"),
-        (lambda table: table.advertise("x" * 129, child(), 0.0, 1, 0.0), "rendezvous_id"),
-        (lambda table: table.advertise("r", child(tp_size=0), 0.0, 1, 0.0), "child.tp_size"),
-        (lambda table: table.await_children("a\n", 1, 0.0, 1, 0.0), "rendezvous_id"),
-        (lambda table: table.cancel("", 0, "", 0.0), "rendezvous_id"),
-        (lambda table: table.cancel("r", OUTCOME_FAILED, "", 0.0), "outcome"),
-        (lambda table: table.report_failure("r", [], "", 0.0), "reason"),
-        (lambda table: table.report_failure("r", [""], "x", 0.0), "request_ids"),
-        (lambda table: table.withdraw(WithdrawRequest(rendezvous_id="r"), 1, 0.0), "request_id"),
-        (
-            lambda table: table.withdraw(
-                WithdrawRequest(rendezvous_id="r", request_id="a", outcome=OUTCOME_EXPIRED), 1, 0.0
-            ),
-            "outcome",
-        ),
-        (
-            lambda table: table.withdraw(
-                WithdrawRequest(rendezvous_id="r", request_id="a", outcome=1, prompt_index=2**31), 1, 0.0
-            ),
-            "withdraw.prompt_index",
-        ),
-    ],
-)
-def test_malformed_operations_leave_nothing_behind(call, field: str) -> None:  # type: ignore[no-untyped-def]
-    bench = Bench()
-    with pytest.raises(InvalidFieldError) as refused:
-        call(bench.table)
-    assert refused.value.field == field
-    assert (bench.table.open_count, bench.table.remembered_count, bench.told) == (0, 0, {})
