@@ -16,6 +16,7 @@ from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.feeder import Feeder
 from rd2h_proxy.journal import RequestRecord
+from rd2h_proxy.judgement import judge
 from rd2h_proxy.leg_body import LegIds, decode_body, encode
 from rd2h_proxy.meta_link import META_TROUBLE
 from rd2h_proxy.openai_request import OpenAiRequest
@@ -80,7 +81,8 @@ class Attempt:
             await self._first_result(decode, feed)
             self._answer = decode.result()
         except AttemptError as failure:
-            self._judge(failure)
+            begun = self._feeder.arrived > 0
+            judge(self._lease, Blame.DECODE, failure, self._request, begun)
             raise
         finally:
             if not decode.done():
@@ -122,12 +124,6 @@ class Attempt:
             await asyncio.wait({feed}, timeout=_PREFILL_VERDICT_S)
         if feed.done():
             feed.result()
-
-    def _judge(self, failure: AttemptError) -> None:
-        if failure.blame is Blame.DECODE and failure.answer.status not in (429, 503):
-            self._lease.failed()
-        elif failure.blame is Blame.REQUEST:
-            self._lease.succeeded()
 
     def _feed_ended(self, feed: asyncio.Task[None]) -> None:
         if feed.cancelled() or self._answer is None:

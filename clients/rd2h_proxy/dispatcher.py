@@ -6,7 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rd2h_proxy.answer_leg import EngineAnswer
 from rd2h_proxy.attempt import Attempt
@@ -30,6 +30,8 @@ class Tried:
 
     prefill: frozenset[str] = frozenset()
     decode: frozenset[str] = frozenset()
+    suspects: list[AttemptError] = field(default_factory=list)
+    """Failures that are an engine's fault if another engine does better."""
 
     def add(self, failure: AttemptError) -> None:
         """Takes note of who is to blame."""
@@ -37,6 +39,8 @@ class Tried:
             self.prefill |= {failure.address}
         elif failure.blame is Blame.DECODE:
             self.decode |= {failure.address}
+        if failure.doubtful:
+            self.suspects.append(failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,17 @@ class Dispatcher:
                 attempt = Attempt(self.router, request, ids, lease, client_headers, record, tried.prefill)
             async with attempt:
                 answer = await attempt.answer()
+                self._blame_suspects(tried)
                 record.enter(Phase.STREAMING)
                 yield Running(answer, lease, request)
+
+    def _blame_suspects(self, tried: Tried) -> None:
+        """The request is served, so it was not at fault for what happened before."""
+        for failure in tried.suspects:
+            pool = self.router.prefill if failure.blame is Blame.PREFILL else self.router.decode
+            if (target := pool.get(failure.address)) is not None:
+                target.breaker.failed(pool.now())
+        tried.suspects.clear()
 
     async def _acquire(self, request: OpenAiRequest, tried: Tried) -> Lease:
         work = request.prompt_tokens(self.router.ratio.bytes_per_token) + request.output_tokens()

@@ -30,6 +30,8 @@ class AttemptError(Exception):
         self.blame = blame
         self.address = address
         """host:port of the engine to blame; empty when it is none."""
+        self.doubtful = False
+        """The request itself may be at fault; the engine is only if another one serves the request."""
 
     @property
     def retryable(self) -> bool:

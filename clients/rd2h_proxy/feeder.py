@@ -15,6 +15,7 @@ from rd2h_proxy.errors import ErrorAnswer, ProxyError
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.gathering import BadAdvertError, Gathering
 from rd2h_proxy.journal import RequestRecord
+from rd2h_proxy.judgement import judge
 from rd2h_proxy.leg_body import LegIds, encode, prefill_body
 from rd2h_proxy.loss import unless_lost
 from rd2h_proxy.meta_link import META_TROUBLE, Closable
@@ -67,6 +68,11 @@ class Feeder:
     def dispatching(self) -> bool:
         """Whether Prefill is working for this attempt."""
         return bool(self._waves)
+
+    @property
+    def arrived(self) -> int:
+        """Children that Decode has advertised or ended."""
+        return self._gathering.arrived
 
     @staticmethod
     def _now() -> float:
@@ -222,9 +228,9 @@ class Feeder:
                 except NotAcceptedError as refusal:
                     failure = refusal.failure
                 except AttemptError as error:
-                    _judge(lease, error)
+                    judge(lease, Blame.PREFILL, error, self._request, begun=True)
                     raise
-                _judge(lease, failure)
+                judge(lease, Blame.PREFILL, failure, self._request, begun=True)
             exclude.add(lease.target.address)
             if not self._router.prefill.usable(self._fits, exclude):
                 raise failure
@@ -259,13 +265,6 @@ class Feeder:
 
 def _meta_refused(error: Exception) -> AttemptError:
     return AttemptError(ErrorAnswer.make(503, f"meta service: {error}", 1), str(error), Blame.PROXY)
-
-
-def _judge(lease: Lease, failure: AttemptError) -> None:
-    if failure.blame is Blame.REQUEST:
-        lease.succeeded()
-    elif failure.answer.status not in (429, 503):
-        lease.failed()
 
 
 def _next(events: AsyncIterator[RendezvousEvent]) -> asyncio.Future[RendezvousEvent]:

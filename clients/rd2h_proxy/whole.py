@@ -10,6 +10,7 @@ from rd2h_proxy.answer_leg import EngineAnswer, open_answer
 from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
 from rd2h_proxy.journal import RequestRecord
+from rd2h_proxy.judgement import judge
 from rd2h_proxy.leg_body import PROXY_OWNED, LegIds, encode
 from rd2h_proxy.loss import unless_lost
 from rd2h_proxy.openai_request import OpenAiRequest
@@ -58,10 +59,7 @@ class WholeAttempt:
         try:
             answer = await unless_lost(target, call, lambda unread: unread.end(clean=False))
         except AttemptError as failure:
-            if failure.blame is Blame.PREFILL and failure.answer.status not in (429, 503):
-                self._lease.failed()
-            elif failure.blame is Blame.REQUEST:
-                self._lease.succeeded()
+            judge(self._lease, Blame.PREFILL, failure, self._request, begun=False)
             raise
         self._lease.succeeded()
         self._answer = answer

@@ -95,6 +95,8 @@ class StandIn:
     port: int = 0
     healthy: bool = True
     keep_bodies: bool = True
+    whole_fails: bool = False
+    """Whether the script's failures are those of requests that run whole on Prefill, too."""
     _runner: web.AppRunner | None = None
 
     @property
@@ -209,6 +211,8 @@ class PrefillStandIn(StandIn):
     async def _answer(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = body.get("kv_transfer_params")
         if params is None:
+            if self.whole_fails and (failure := self._scripted_failure(http)) is not None:
+                return failure
             return web.json_response({"choices": [{"index": 0, "text": "whole", "finish_reason": "stop"}]})
         if self.gate is not None:
             await self.gate.wait()
