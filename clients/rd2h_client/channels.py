@@ -12,6 +12,9 @@ from rd2h_client.options import ClientOptions, TlsOptions
 
 Metadata = tuple[tuple[str, str], ...]
 
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+"""Largest message taken from the service: the list of all engines. gRPC's own limit (4 MiB) would end at some 1,500."""
+
 _SERVICES = ("rd2h.meta.v1.EngineRegistry", "rd2h.meta.v1.Rendezvous")
 _STREAMS = {
     "rd2h.meta.v1.EngineRegistry": ("WatchEngines",),
@@ -34,6 +37,7 @@ def channel_options(options: ClientOptions) -> list[tuple[str, object]]:
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", round(options.retry.max_backoff_s * 1000)),
         ("grpc.enable_retries", 1),
+        ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
         ("grpc.service_config", service_config(options)),
         # The service is local or configured by name; a proxy from the environment must not get in between.
         ("grpc.enable_http_proxy", 0),

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rd2h_client.v1.engine_registry_pb2 import ENGINE_ROLE_UNSPECIFIED
 
 from rd2h_meta.errors import MetaServiceError, UnknownError
 from rd2h_meta.registry import EngineHealth, EngineRegistry
@@ -62,8 +61,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         """See grpc/health/v1/health.proto: the status now, then every change of it."""
         changed = asyncio.Event()
         try:
-            # The queued changes do not matter here, only that there are some: an overflow loses nothing.
-            watcher = self._registry.watch(ENGINE_ROLE_UNSPECIFIED, changed.set)
+            observer = self._registry.observe(changed.set)
         except MetaServiceError as error:
             await abort(context, error)
         wakers = [asyncio.create_task(_set_after(event, changed)) for event in (self._draining, self._stopped)]
@@ -71,7 +69,6 @@ class HealthService(health_pb2_grpc.HealthServicer):
         try:
             while not self._stopped.is_set():
                 changed.clear()
-                watcher.discard()
                 status = self._status_of(request.service)
                 if status != told:
                     told = status
@@ -80,7 +77,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         finally:
             for waker in wakers:
                 waker.cancel()
-            self._registry.unwatch(watcher)
+            self._registry.unobserve(observer)
 
     def _status_of(self, name: str) -> int:
         if name.startswith(ENGINE_PREFIX):

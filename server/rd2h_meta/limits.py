@@ -23,6 +23,8 @@ class RegistryLimits:
     """Changes queued for one watcher before it is told to list again."""
     max_watchers: int = 4_096
     """Watches open at a time."""
+    max_health_watches: int = 1_024
+    """Health watches open at a time."""
     removed_memory: int = 10_000
     """Removed engines remembered (their health is NOT_SERVING instead of unknown), and replaced generations."""
     max_layers: int = 1_024
@@ -74,6 +76,8 @@ class ServerLimits:
     outbox_entries: int = 65_536
     """Results and events queued for one stream before it is ended."""
     max_message_bytes: int = 4 * 1024 * 1024
-    """Largest message accepted."""
+    """Largest message accepted, and sent on a stream."""
+    max_reply_bytes: int = 64 * 1024 * 1024
+    """Largest message sent: the list of all engines."""
     max_concurrent_streams: int = 1_024
     """gRPC calls open on one connection."""

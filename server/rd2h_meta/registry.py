@@ -82,6 +82,8 @@ class EngineRegistry:
         self._expiry: ExpiryQueue[str] = ExpiryQueue()
         self._history = History(limits.history_events)
         self._watchers: set[Watcher] = set()
+        self._observers: dict[int, Callable[[], None]] = {}
+        self._last_observer = 0
         self._fenced: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._removed: OrderedDict[str, None] = OrderedDict()
         self.expired_total = 0
@@ -148,7 +150,6 @@ class EngineRegistry:
             raise UnknownError("lease_id: not known here (expired, replaced, or the service restarted); register again")
         if state not in EngineState.values():
             raise InvalidFieldError("state", state, "an EngineState, 0 to 3")
-        self._renew(lease, now_s)
         updated = Engine()
         updated.CopyFrom(lease.engine)
         if state != ENGINE_STATE_UNSPECIFIED:
@@ -158,6 +159,8 @@ class EngineRegistry:
         if health is not None:
             updated.health.CopyFrom(health)
             validation.check_health("health", updated.health)
+        validation.check_engine_size(updated)
+        self._renew(lease, now_s)
         if updated != lease.engine:
             lease.engine = updated
             self._publish(EngineEvent.KIND_UPDATED, updated)
@@ -209,6 +212,23 @@ class EngineRegistry:
         """End a watch."""
         self._watchers.discard(watcher)
 
+    def observe(self, wake: Callable[[], None]) -> int:
+        """Have `wake` called after every change; it must not block. Returns a number for `unobserve`.
+
+        Raises:
+            LimitError: too many observe. They have a limit of their own: health may be watched without credentials,
+                which must not take the places of registry watches.
+        """
+        if len(self._observers) >= self._limits.max_health_watches:
+            raise LimitError(f"{self._limits.max_health_watches} health watches are open", self._limits.retry_after_s)
+        self._last_observer += 1
+        self._observers[self._last_observer] = wake
+        return self._last_observer
+
+    def unobserve(self, observer: int) -> None:
+        """End what `observe` began."""
+        self._observers.pop(observer, None)
+
     def changes_after(self, revision: int, service_id: str, role: EngineRole) -> list[EngineEvent]:
         """Return what a watcher missed since `revision`.
 
@@ -220,8 +240,8 @@ class EngineRegistry:
         return list(self._history.after(revision, role))
 
     def watcher_count(self) -> int:
-        """Return the number of open watches."""
-        return len(self._watchers)
+        """Return the number of open watches, those of health included."""
+        return len(self._watchers) + len(self._observers)
 
     def health_of(self, engine_id: str) -> EngineHealth:
         """Return the health of an engine: its lease, its state and its data path together."""
@@ -297,6 +317,8 @@ class EngineRegistry:
         self._history.append(event)
         for watcher in tuple(self._watchers):
             watcher.offer(event)
+        for wake in self._observers.values():
+            wake()
 
     def _clamp_ttl_s(self, requested_ttl_s: float) -> float:
         wished = requested_ttl_s or self._limits.default_ttl_s

@@ -132,7 +132,7 @@ class MetaServer:
         options = (
             ("grpc.so_reuseport", 0),  # a second service on one port must fail, not share its connections
             ("grpc.max_receive_message_length", self._limits.max_message_bytes),
-            ("grpc.max_send_message_length", self._limits.max_message_bytes),
+            ("grpc.max_send_message_length", self._limits.max_reply_bytes),
             ("grpc.max_concurrent_streams", self._limits.max_concurrent_streams),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

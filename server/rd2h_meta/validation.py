@@ -36,6 +36,10 @@ MAX_PARALLEL_SIZE = 4_096
 MAX_CHILD_INDEX = 1_000_000
 TOKEN_BYTES = 16
 MAX_PORT = 65_535
+MAX_ENGINE_BYTES = 1024 * 1024
+"""All known fields at their longest make 0.7 MiB; fields of another version are kept and sent on, within this bound."""
+MAX_CHILD_BYTES = 1_536
+"""All known fields at their longest make 1.2 KiB; see MAX_ENGINE_BYTES."""
 
 _STATES = (ENGINE_STATE_UNSPECIFIED, ENGINE_STATE_STARTING, ENGINE_STATE_SERVING, ENGINE_STATE_DRAINING)
 
@@ -81,6 +85,7 @@ def check_engine(engine: Engine, max_layers: int) -> None:
     Raises:
         InvalidFieldError: naming the field.
     """
+    check_engine_size(engine)
     check_text("engine.engine_id", engine.engine_id, MAX_ENGINE_ID_BYTES)
     if engine.generation == 0:
         raise InvalidFieldError("engine.generation", 0, "a random value, not 0")
@@ -110,6 +115,12 @@ def check_engine(engine: Engine, max_layers: int) -> None:
         _check_layout(engine.layout, max_layers)
     if engine.HasField("health"):
         check_health("engine.health", engine.health)
+
+
+def check_engine_size(engine: Engine) -> None:
+    """Check that a message about this engine can be sent to watchers."""
+    if engine.ByteSize() > MAX_ENGINE_BYTES:
+        raise InvalidFieldError("engine", f"{engine.ByteSize()} bytes", f"at most {MAX_ENGINE_BYTES} bytes")
 
 
 def check_health(field: str, health: DataPathHealth) -> None:
@@ -143,6 +154,8 @@ def check_child(child: Child) -> None:
     Raises:
         InvalidFieldError: naming the field.
     """
+    if child.ByteSize() > MAX_CHILD_BYTES:
+        raise InvalidFieldError("child", f"{child.ByteSize()} bytes", f"at most {MAX_CHILD_BYTES} bytes")
     check_text("child.request_id", child.request_id, MAX_REQUEST_ID_BYTES)
     if len(child.token) != TOKEN_BYTES:
         raise InvalidFieldError("child.token", f"{len(child.token)} bytes", f"{TOKEN_BYTES} random bytes")

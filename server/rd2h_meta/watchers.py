@@ -37,11 +37,6 @@ class Watcher:
         """Remove and return up to `limit` events, oldest first."""
         return [self._events.popleft() for _ in range(min(limit, len(self._events)))]
 
-    def discard(self) -> None:
-        """Forget what is queued, for a watcher who only wants to be woken."""
-        self._events.clear()
-        self.overflowed = False
-
     def __len__(self) -> int:
         return len(self._events)
 

@@ -271,6 +271,29 @@ class TestWatch:
         registry.register(decode("d1"), 0.0, 0.0)
         assert (len(woken), registry.watcher_count()) == (1, 0)
 
+    def test_health_watches_take_no_places_of_registry_watches(self) -> None:
+        registry = make(RegistryLimits(max_watchers=1, max_health_watches=2))
+        woken: list[int] = []
+        observers = [registry.observe(lambda: woken.append(1)) for _ in range(2)]
+        with pytest.raises(LimitError):
+            registry.observe(lambda: None)
+        watch(registry)
+        assert registry.watcher_count() == 3
+        registry.register(decode(), 0.0, 0.0)
+        for observer in observers:
+            registry.unobserve(observer)
+            registry.unobserve(observer)
+        registry.register(decode("d1"), 0.0, 0.0)
+        assert (len(woken), registry.watcher_count()) == (2, 1)
+
+    def test_a_report_that_makes_the_engine_too_large_is_refused_and_renews_nothing(self) -> None:
+        registry = make()
+        grant = registry.register(decode(), 10.0, 0.0)
+        load = Load.FromString(b"\xa2\xfa\x01\x80\x80\x80\x01" + bytes(2 * 1024 * 1024))  # an unknown field
+        with pytest.raises(InvalidFieldError, match=r"engine: got .* bytes"):
+            registry.keep_alive(grant.lease_id, ENGINE_STATE_SERVING, load, None, 5.0)
+        assert registry.expire(11.0) == 1
+
 
 class TestHealth:
     def test_follows_lease_state_and_data_path(self) -> None:

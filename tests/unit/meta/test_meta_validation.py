@@ -3,6 +3,7 @@
 import pytest
 from meta_builders import child, decode, layout, prefill
 from rd2h_client.v1.engine_registry_pb2 import Engine, LayerLayout
+from rd2h_client.v1.rendezvous_pb2 import Child
 from rd2h_meta import validation
 from rd2h_meta.errors import InvalidFieldError
 
@@ -113,3 +114,36 @@ def test_reasons_are_cleaned_and_cut() -> None:
     assert cut.endswith("...")
     assert validation.clean_reason("x" * 300) == "x" * 300
     assert validation.clean_reason("") == ""
+
+
+def with_unknown_field(message: bytes, size_bytes: int) -> bytes:
+    """The message with a field that nobody here knows, as another version, or an attacker, might send it."""
+    tag, length = (1_000 << 3) | 2, size_bytes
+    encoded = bytearray()
+    for number in (tag, length):
+        while number > 127:
+            encoded.append(number & 127 | 128)
+            number >>= 7
+        encoded.append(number)
+    return message + bytes(encoded) + bytes(size_bytes)
+
+
+def test_unknown_fields_of_another_version_are_fine_but_bounded() -> None:
+    """They are kept and sent on: unbounded, one engine could make a message that no watcher may receive."""
+    small = with_unknown_field(decode().SerializeToString(), 100)
+    validation.check_engine(Engine.FromString(small), 100)
+    with pytest.raises(InvalidFieldError, match=r"engine: got .* bytes"):
+        validation.check_engine(Engine.FromString(with_unknown_field(small, 2_000_000)), 100)
+    small = with_unknown_field(child().SerializeToString(), 100)
+    validation.check_child(Child.FromString(small))
+    with pytest.raises(InvalidFieldError, match=r"child: got .* bytes"):
+        validation.check_child(Child.FromString(with_unknown_field(small, 2_000)))
+
+
+def test_the_longest_engine_and_child_that_the_fields_allow_are_within_the_bounds() -> None:
+    name = "x" * 512
+    layers = [LayerLayout(name=name, main_block_bytes=[2**63] * 16, indexer_block_bytes=2**63) for _ in range(1_024)]
+    longest = layout(layers=layers, transfer_backend=name, model=name, kv_dtype=name, fingerprint=b"f" * 64)
+    validation.check_engine(decode("d" * 256, layout=longest), 1_024)
+    host = ".".join(["h" * 60] * 4)
+    validation.check_child(child("c" * 512, engine_id="d" * 256, host=host, layout_fingerprint=b"f" * 64))
