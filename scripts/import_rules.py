@@ -25,10 +25,14 @@ PURE_MODULES = (
     "rd2h.ledger",
     "rd2h.gates",
     "rd2h.children",
+    "rd2h.offload.residency",
+    "rd2h.offload.selections",
+    "rd2h.offload.config",
+    "rd2h.offload.budget",
     "rd2h_meta.registry",
     "rd2h_meta.rendezvous",
 )
-IMPURE = frozenset({"vllm", "torch", "zmq", "grpc", "threading", "asyncio", "time", "socket"})
+IMPURE = frozenset({"vllm", "torch", "zmq", "grpc", "threading", "asyncio", "time", "socket", "subprocess"})
 MAX_LINES = 450
 FORBIDDEN_NAMES = frozenset({"utils.py", "util.py", "helpers.py", "misc.py"})
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rd2h.errors import StateError
-from rd2h.offload.kernel import Kernel
+from rd2h.offload.compiled import Kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rd2h.errors import ConfigError, StateError
-from rd2h.offload.kernel import Kernel, Lookup
+from rd2h.offload.compiled import Kernel, Lookup
 
 MAX_POSITIONS = (1 << 31) - 1
 MAX_WORKSPACE_ENTRIES = 1 << 22

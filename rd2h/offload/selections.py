@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rd2h.errors import StateError
-from rd2h.offload.kernel import Kernel
+from rd2h.offload.compiled import Kernel
 from rd2h.offload.residency import Geometry, Int32s, Int64s, Plan, Question, ResidencyTable, Workspace
 
 
