@@ -5,6 +5,7 @@ sizes only, so a chunk's offsets are computed once for each distinct set of bloc
 base addresses. All addresses are 64-bit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,14 @@ class Runs:
     source: Blocks
     local: Blocks
     count: Blocks
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Runs):
+            return NotImplemented
+        columns = ((self.source, other.source), (self.local, other.local), (self.count, other.count))
+        return all(np.array_equal(mine, theirs) for mine, theirs in columns)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def blocks(self) -> int:
@@ -52,13 +61,21 @@ class Descriptors(NamedTuple):
     lengths: Addresses
     nbytes: int
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Descriptors]") -> "Descriptors":
+        """Several reads from one peer as one."""
+        if len(parts) == 1:
+            return parts[0]
+        local, peer, lengths, nbytes = zip(*parts, strict=True)
+        return cls(np.concatenate(local), np.concatenate(peer), np.concatenate(lengths), sum(nbytes))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPair:
     """One layer on both sides, prepared for all chunks: base addresses by tensor and block sizes."""
 
     bases: Addresses
-    """uint64[2, t]: local, then peer."""
+    """uint64[2, t, 1]: local, then peer."""
     main_bytes: tuple[int, ...]
     indexer_bytes: tuple[int, ...]
     """Block bytes of indexer and scale, where present."""
@@ -67,20 +84,40 @@ class LayerPair:
     def of(cls, source: LayerLayout, destination: LayerLayout) -> "LayerPair":
         """The two layouts have passed ``check_source``."""
         return cls(
-            np.array([[tensor.base_addr for tensor in side.tensors] for side in (destination, source)], np.uint64),
+            np.array([[[tensor.base_addr] for tensor in side.tensors] for side in (destination, source)], np.uint64),
             tuple(tensor.block_bytes for tensor in destination.main),
             tuple(tensor.block_bytes for tensor in destination.indexer_tensors),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Offsets:
+class _Part:
+    """Tensors that are read by the same runs: byte offsets of run ``i`` in tensor ``j``."""
+
+    tensors: slice
+    """Positions in the layer."""
     addresses: Addresses
-    """uint64[2, n]: local, then peer."""
+    """uint64[2, tensors, runs]: local, then peer."""
+
+    @property
+    def size(self) -> int:
+        """Descriptors."""
+        return int(self.addresses[0].size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offsets:
+    """All descriptors of a layer before its base addresses are added: tensor by tensor, in order."""
+
+    parts: tuple[_Part, ...]
     lengths: Addresses
-    tensor_of: Blocks
-    """Position of each descriptor's tensor in its layer (int64[n])."""
     nbytes: int
+
+    def at(self, bases: Addresses) -> Addresses:
+        """uint64[2, n] for a layer with these base addresses (uint64[2, t, 1])."""
+        if len(self.parts) == 1:
+            return (self.parts[0].addresses + bases).reshape(2, -1)
+        return np.concatenate([(part.addresses + bases[:, part.tensors]).reshape(2, -1) for part in self.parts], axis=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +138,22 @@ class ChunkPlan:
         offsets = self._offsets.get(key)
         if offsets is None:
             offsets = self._offsets[key] = self._compute(pair)
-        local, peer = pair.bases.take(offsets.tensor_of, axis=1) + offsets.addresses
-        return Descriptors(local, peer, offsets.lengths, offsets.nbytes)
+        addresses = offsets.at(pair.bases)
+        return Descriptors(addresses[0], addresses[1], offsets.lengths, offsets.nbytes)
 
     def _compute(self, pair: LayerPair) -> _Offsets:
-        parts = [(self.main, size) for size in pair.main_bytes] + [(self.indexer, size) for size in pair.indexer_bytes]
-        lengths = np.concatenate([runs.count * size for runs, size in parts])
-        local = np.concatenate([runs.local * size for runs, size in parts])
-        peer = np.concatenate([runs.source * size for runs, size in parts])
-        return _Offsets(
-            np.stack((local, peer)).astype(np.uint64),
-            lengths.astype(np.uint64),
-            np.repeat(np.arange(len(parts)), [len(runs.count) for runs, _ in parts]),
-            int(lengths.sum()),
-        )
+        main, indexer = pair.main_bytes, pair.indexer_bytes
+        if self.main is self.indexer:
+            groups = [(self.main, 0, main + indexer)]
+        else:
+            groups = [(self.main, 0, main), (self.indexer, len(main), indexer)]
+        parts, lengths = [], []
+        for runs, begin, sizes in groups:
+            if not sizes:
+                continue
+            block_bytes = np.array(sizes, np.int64)[:, None]
+            addresses = np.stack((runs.local * block_bytes, runs.source * block_bytes)).astype(np.uint64)
+            parts.append(_Part(slice(begin, begin + len(sizes)), addresses))
+            lengths.append((runs.count * block_bytes).ravel())
+        all_lengths = np.concatenate(lengths)
+        return _Offsets(tuple(parts), all_lengths.astype(np.uint64), int(all_lengths.sum()))

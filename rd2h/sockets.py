@@ -45,6 +45,14 @@ class HotSocket:
             frames.append(frame)
         return frames
 
+    def receive_routed(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Identity and frames of a ROUTER's next message; None when none waits."""
+        try:
+            identity: bytes = self._recv(_NOBLOCK, True, False)  # type: ignore[assignment]
+        except zmq.Again:
+            return None
+        return identity, self.receive()
+
     def send(self, *frames: bytes) -> None:
         """Queue one message. Raises zmq.ZMQError: EAGAIN when the peer takes no more, EHOSTUNREACH when it is gone."""
         for frame in frames[:-1]:

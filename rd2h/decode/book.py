@@ -12,20 +12,19 @@ from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
 from rd2h.decode.chunks import Chunk, Shares
 from rd2h.decode.connection import MAX_JOBS, Connection, Job
 from rd2h.decode.destination import Destination
+from rd2h.decode.handshake import contributor_of
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import Received
-from rd2h.decode.steps import Answer, ReadTask
+from rd2h.decode.steps import Answer, LayerRead, ReadTask
 from rd2h.engines import ReadResult
 from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
 from rd2h.layout import decode_layer_map
 from rd2h.lease import ReadLease
-from rd2h.plan import LayerPair
+from rd2h.plan import Descriptors, LayerPair
 from rd2h.stats import TransferStats, failures_of
-from rd2h.topology import TpMapping
 from rd2h.wire import (
     LEGACY_ACK,
     MfMeta,
-    PeerInfo,
     Ping,
     Pong,
     PrefillFailed,
@@ -41,6 +40,10 @@ from rd2h.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1024
+COMBINED_BYTES = 32 << 20
+COMBINED_LAYERS = 8
+"""Small layers of a chunk that wait together are read together, which delays the first acknowledgement: by about a
+millisecond at most."""
 
 
 class PullBook:
@@ -122,14 +125,16 @@ class PullBook:
         """Take in one frame; returns a connection to serve and an answer to send, each if there is one."""
         connection = self.connections.get(received.identity)
         try:
-            message = decode_from_prefill(received.payload, connection.known_requests if connection else b"")
+            message = decode_from_prefill(received.payload, connection.splitter if connection is not None else None)
         except WireError as error:
             self._malformed(connection, received, error)
             return None, None
         if isinstance(message, Ping):
-            return None, Answer(encode_pong(self._options.generation, message.clock_ns))
+            return None, Answer((encode_pong(self._options.generation, message.clock_ns),))
         with self._lock:
             connection = self.connections.get(received.identity)  # it may have been dropped meanwhile
+            if connection is not None and isinstance(message, ReadyHead):
+                return self._enqueue(connection, message, now_s)
             if isinstance(message, MfMeta):
                 connection = connection or self._admit(received, now_s)
                 return (None, None) if connection is None else self._enqueue(connection, message, now_s)
@@ -139,12 +144,10 @@ class PullBook:
                 self._stats.add(messages_refused=1)
                 text = "no metadata was sent on this connection"
                 if message.seq is None:
-                    return None, Answer(encode_read_failed(message.layer_idx, text, None))
+                    return None, Answer((encode_read_failed(message.layer_idx, text, None),))
                 # It was forgotten here, and its Prefill does not know: make it begin again.
-                return None, Answer(encode_mf_ack(self._options.generation, now_ns, text))
+                return None, Answer((encode_mf_ack(self._options.generation, now_ns, text),))
             connection.heard_s, connection.silent = now_s, False
-            if isinstance(message, ReadyHead):
-                return self._enqueue(connection, message, now_s)
             if isinstance(message, Pong):
                 if connection.peer is not None and message.generation == connection.peer.generation:
                     connection.lease.echoed(message.clock_ns, now_ns)
@@ -195,19 +198,18 @@ class PullBook:
             if isinstance(job.message, MfMeta):
                 connection.jobs.popleft()
                 return self._metadata(connection, job.message)
-            head = job.message
+            head, due_s = job.message, job.arrived_s + self._options.park_timeout_s
             try:
-                step = self._ready(connection, head, now_s >= job.arrived_s + self._options.park_timeout_s, now_s)
+                layer = self._ready(connection, head, now_s >= due_s)
+                if layer is not None:
+                    return self._task(connection, head, layer)
             except (WireError, LayoutError, RequestError) as error:
                 connection.jobs.popleft()
                 return self._refuse(connection, head, str(error), now_s)
-            if step is None:
-                connection.busy, connection.parked = False, True
-                self._parked[connection.identity] = job.arrived_s + self._options.park_timeout_s
-                self._stats.add(messages_parked=1)
-                return None
-            connection.jobs.popleft()
-            return step
+            connection.busy, connection.parked = False, True
+            self._parked[connection.identity] = due_s
+            self._stats.add(messages_parked=1)
+            return None
 
     def session_opened(self, connection: Connection, now_ns: int, error: str) -> Answer:
         """Answer to metadata, now that the engine knows the session (or refuses it)."""
@@ -216,49 +218,53 @@ class PullBook:
                 connection.session = None
                 logger.warning("rd2h: cannot read from Prefill at %s: %s", connection.address, error)
             if connection.peer is None:
-                return Answer(b"" if error else LEGACY_ACK)
-            return Answer(encode_mf_ack(self._options.generation, now_ns, error))
+                return Answer(() if error else (LEGACY_ACK,))
+            return Answer((encode_mf_ack(self._options.generation, now_ns, error),))
 
     def finish_read(
         self, connection: Connection, task: ReadTask, result: ReadResult, seconds: float, now_s: float, now_ns: int
     ) -> Answer:
         """A read has returned: may its bytes be used, what is complete, what does Prefill hear."""
-        head = task.head
+        chunk, layers = task.chunk, task.layers
         with self._lock:
-            lease_ok = task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)
             error = ""
             if not result.ok:
                 error = result.message or f"read failed with code {result.code}"
-                reason = f"reading {head.layer_name!r}: {error}"
-                self._fail_pieces(task.chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
-            elif not lease_ok:
+                reason = f"reading {layers[0].head.layer_name!r}: {error}"
+                self._fail_pieces(chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
+            elif not (task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)):
                 error = "the read lease had run out: Prefill may have reused what was read"
-                self._fail_pieces(task.chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
+                self._fail_pieces(chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
             else:
-                task.chunk.started = True
-                for token, hole in task.chunk.layer_read(task.layer_idx):
-                    self._table.fail(token, hole, now_s, kind=FailureKind.INCOMPLETE)
+                chunk.started = True
+                for layer in layers:
+                    for token, hole in chunk.layer_read(layer.layer_idx):
+                        self._table.fail(token, hole, now_s, kind=FailureKind.INCOMPLETE)
             self._table.end_read(task.read_id, now_s)
             if not error:
-                self._contributors_done(connection, head, now_s)
+                for head, _ in layers:
+                    if head.done_ids:
+                        self._contributors_done(connection, head, now_s)
         if error:
             self._stats.add(read_errors=int(not result.ok), reads_expired=int(result.ok), read_seconds=seconds)
-            return Answer(encode_read_failed(head.layer_idx, error, head.seq))
+            return Answer(tuple([encode_read_failed(head.layer_idx, error, head.seq) for head, _ in layers]))
+        refused = chunk.refused
         self._stats.add(
-            layers_read=1,
+            layers_read=len(layers),
             bytes_read=task.descriptors.nbytes,
             read_seconds=seconds,
-            requests_refused=len(task.chunk.refused),
+            requests_refused=len(layers) * len(refused),
         )
-        refused = [refusal for refusal in task.chunk.refused if any(refusal.token)]
-        return Answer(encode_read_done(head.layer_idx, head.seq, refused))
+        if refused:
+            refused = tuple(refusal for refusal in refused if any(refusal.token))
+        return Answer(tuple([encode_read_done(head.layer_idx, head.seq, refused) for head, _ in layers]))
 
     # --- under the lock ---
 
     def _enqueue(
         self, connection: Connection, message: MfMeta | ReadyHead, now_s: float
     ) -> tuple[Connection | None, Answer | None]:
-        connection.heard_s = now_s
+        connection.heard_s, connection.silent = now_s, False
         if len(connection.jobs) >= MAX_JOBS:
             self._stats.add(messages_refused=1)
             self._forget(connection, f"Prefill queued more than {MAX_JOBS} messages", now_s)
@@ -278,7 +284,7 @@ class PullBook:
     def _admit(self, received: Received, now_s: float) -> Connection | None:
         if len(self.connections) >= self._options.max_connections:
             # Whoever opens many connections must not push out one that feeds a child.
-            idle = (c for c in self.connections.values() if not c.busy and not c.jobs)
+            idle = (c for c in self.connections.values() if not (c.busy or c.jobs))
             for candidate in sorted(idle, key=lambda c: c.heard_s):
                 if not self._table.feeds(candidate):
                     self._forget(candidate, "too many Prefill connections", now_s)
@@ -304,7 +310,9 @@ class PullBook:
         try:
             layers = decode_layer_map(meta.encoded_layers)
             connection.adopt(meta, layers)
-            self._check_peer(connection, meta.peer)
+            connection.contributor = contributor_of(
+                meta.peer, connection.address, self._options, self._destination.d_rank
+            )
         except (LayoutError, TopologyError, RequestError) as problem:
             error = str(problem)
         if not error:
@@ -312,31 +320,10 @@ class PullBook:
         connection.session = None
         self._stats.add(messages_refused=1)
         logger.warning("rd2h: refused Prefill at %s: %s", connection.address, error)
-        return Answer(b"" if meta.peer is None else encode_mf_ack(self._options.generation, 0, error))
+        return Answer(() if meta.peer is None else (encode_mf_ack(self._options.generation, 0, error),))
 
-    def _check_peer(self, connection: Connection, peer: PeerInfo | None) -> None:
-        if peer is None:
-            if connection.address not in self._options.legacy_hosts:
-                raise RequestError("legacy Prefills are not accepted from this host (see legacy_hosts)")
-            return
-        if peer.version < 1:
-            raise RequestError(f"wire version {peer.version} is not supported")
-        mapping = TpMapping.of(peer.tp_size, self._options.tp_size)
-        d_rank = mapping.decode_rank(peer.tp_rank)
-        if d_rank != self._destination.d_rank:
-            raise TopologyError(f"Prefill rank {peer.tp_rank} belongs to Decode rank {d_rank}")
-        connection.contributor = (mapping.member(peer.tp_rank), mapping.ratio)
-        own_ms = round(self._options.peer_timeout_s * 1000)
-        if 0 < peer.peer_timeout_ms < own_ms:
-            # It would reuse memory while the read lease of this side still runs.
-            raise RequestError(
-                f"peer_timeout_s is {peer.peer_timeout_ms / 1000:g} on Prefill, {own_ms / 1000:g} on Decode"
-            )
-        if self._options.fingerprint and peer.fingerprint != self._options.fingerprint:
-            raise LayoutError("layout fingerprint differs between Prefill and Decode")
-
-    def _ready(self, connection: Connection, head: ReadyHead, last_chance: bool, now_s: float) -> ReadTask | None:
-        """A read that may start, or None to wait for what is not known yet. Raises for what is refused as a whole."""
+    def _ready(self, connection: Connection, head: ReadyHead, last_chance: bool) -> tuple[Chunk, int, LayerPair] | None:
+        """A layer that may be read now, or None to wait for what is not known yet. Raises for what is refused whole."""
         if connection.session is None:
             raise RequestError("the metadata of this connection was refused")
         peer = connection.peer
@@ -361,15 +348,44 @@ class PullBook:
             for token in chunk.unknown:
                 if token is not None:
                     self._table.refuse(token, "its destination was not known in time")
-        return self._task(connection, head, chunk, layer_idx, pair)
+        return chunk, layer_idx, pair
 
-    def _task(self, connection: Connection, head: ReadyHead, chunk: Chunk, layer_idx: int, pair: LayerPair) -> ReadTask:
-        plan = chunk.plan
-        if plan is None or connection.session is None:
+    def _task(self, connection: Connection, head: ReadyHead, layer: tuple[Chunk, int, LayerPair]) -> ReadTask:
+        """The read of a layer, and of those of its chunk that wait behind it, while they are small."""
+        chunk, layer_idx, pair = layer
+        plan, session = chunk.plan, connection.session
+        if plan is None or session is None:
             raise RequestError("the chunk has no plan")
-        descriptors = plan.of_pair(pair)
-        read_id = self._table.begin_read(chunk.tokens)
-        return ReadTask(head, chunk, layer_idx, connection.session, descriptors, read_id)
+        connection.jobs.popleft()
+        layers, descriptors = [LayerRead(head, layer_idx)], plan.of_pair(pair)
+        if connection.jobs and 2 * descriptors.nbytes <= COMBINED_BYTES:
+            descriptors = self._combine(connection, chunk, layers, descriptors)
+        return ReadTask(layers, chunk, session, descriptors, self._table.begin_read(chunk.tokens))
+
+    def _combine(
+        self, connection: Connection, chunk: Chunk, layers: list[LayerRead], first: Descriptors
+    ) -> Descriptors:
+        """Take waiting messages that may be read together with ``first``; ``layers`` grows by them."""
+        jobs, plan = connection.jobs, chunk.plan
+        parts, nbytes = [first], first.nbytes
+        while jobs and plan is not None and len(parts) < COMBINED_LAYERS:
+            head = jobs[0].message
+            if not isinstance(head, ReadyHead) or head.requests_raw is not chunk.key[0]:
+                break
+            try:
+                layer = self._ready(connection, head, False)
+            except (WireError, LayoutError, RequestError):
+                break  # it is refused when its turn comes
+            if layer is None or layer[0] is not chunk or any(layer[1] == taken.layer_idx for taken in layers):
+                break
+            part = plan.of_pair(layer[2])
+            nbytes += part.nbytes
+            if nbytes > COMBINED_BYTES:
+                break
+            jobs.popleft()
+            parts.append(part)
+            layers.append(LayerRead(head, layer[1]))
+        return Descriptors.joined(parts)
 
     def _shares(self, head: ReadyHead) -> Shares:
         destination = self._destination
@@ -404,7 +420,7 @@ class PullBook:
                     self._table.fail(child.spec.token, error, now_s, kind=FailureKind.MESSAGE_REFUSED)
         except (WireError, RequestError):
             pass  # its block lists are malformed as well; the answer below says what was wrong first
-        return Answer(encode_read_failed(head.layer_idx, error, head.seq))
+        return Answer((encode_read_failed(head.layer_idx, error, head.seq),))
 
     def _fail_pieces(self, chunk: Chunk, reason: str, now_s: float, hold_s: float, kind: FailureKind) -> None:
         for piece in chunk.pieces:

@@ -56,6 +56,8 @@ class Piece:
         return self.child.spec.token
 
 
+ChunkKey = tuple[bytes, int, int]
+"""Undecoded read requests, member, ratio."""
 NO_TOKEN = bytes(TOKEN_BYTES)
 Resolve = Callable[[ReadRequest], bytes | None]
 
@@ -64,6 +66,7 @@ Resolve = Callable[[ReadRequest], bytes | None]
 class Chunk:
     """One chunk of one connection and which layers of it have been read."""
 
+    key: ChunkKey
     requests: Sequence[ReadRequest]
     shares: Shares
     source: object
@@ -160,10 +163,10 @@ class Chunk:
                 indexer_source.append(request.indexer_blocks[part.start : part.stop])
                 offset = piece.indexer.start - spec.indexer_start
                 indexer_local.append(spec.indexer_blocks[offset + part.start : offset + part.stop])
-        return ChunkPlan(
-            coalesce(_joined(main_source), _joined(main_local)),
-            coalesce(_joined(indexer_source), _joined(indexer_local)),
-        )
+        main = coalesce(_joined(main_source), _joined(main_local))
+        indexer = coalesce(_joined(indexer_source), _joined(indexer_local))
+        # Most often both are read by the same runs; being one object tells the plan so.
+        return ChunkPlan(main, main if main == indexer else indexer)
 
 
 def _within(component: str, start: int, blocks: BlockIds, allowed: BlockRange) -> BlockRange:

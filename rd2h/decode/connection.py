@@ -5,17 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rd2h.decode.chunks import Chunk, Shares
+from rd2h.decode.chunks import Chunk, ChunkKey, Shares
 from rd2h.errors import LayoutError, RequestError
 from rd2h.layout import CacheLayout, LayerLayout, check_source
 from rd2h.lease import ReadLease
 from rd2h.plan import LayerPair
-from rd2h.wire import MfMeta, PeerInfo, ReadyHead, decode_read_requests
+from rd2h.wire import MfMeta, PeerInfo, ReadyHead, ReadySplitter, decode_read_requests
 
 MAX_JOBS = 65536
 RECENT_CHUNKS = 4
-ChunkKey = tuple[bytes, int, int]
-"""Undecoded read requests, member, ratio."""
 LayerVerdict = tuple[int, LayerPair] | str
 
 
@@ -28,11 +26,13 @@ class Job(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """State of one ZMQ identity. Messages of a connection are handled in order, one at a time (``busy``)."""
+    """State of one ZMQ identity. Messages of a connection are handled in order, by one thread at a time (``busy``)."""
 
     identity: bytes
     address: str
     lease: ReadLease
+    splitter: ReadySplitter = field(default_factory=ReadySplitter)
+    """Used by the receiving thread only."""
     session: str | None = None
     layers: dict[str, LayerLayout] = field(default_factory=dict)
     peer: PeerInfo | None = None
@@ -46,12 +46,7 @@ class Connection:
     silent: bool = False
     _verdicts: dict[str, LayerVerdict] = field(default_factory=dict)
     _chunks: OrderedDict[ChunkKey, Chunk] = field(default_factory=OrderedDict)
-    _latest: tuple[ChunkKey, Chunk] | None = None
-
-    @property
-    def known_requests(self) -> bytes:
-        """Read requests of the latest chunk, which its other layers repeat."""
-        return self._latest[0][0] if self._latest is not None else b""
+    _latest: Chunk | None = None
 
     def adopt(self, meta: MfMeta, layers: dict[str, LayerLayout]) -> None:
         """New metadata: everything learned from older metadata is forgotten."""
@@ -93,24 +88,27 @@ class Connection:
         A legacy Prefill has no tokens, so a later request may have the very bytes of an earlier one (the same name and
         blocks again). What tells them apart is that a layer comes twice (``layer_idx``: Decode's position of it).
         """
+        latest = self._latest
+        if (
+            latest is not None
+            and self.peer is not None
+            and latest.key[0] is head.requests_raw  # the splitter makes them one object
+            and latest.key[1:] == (head.member, head.ratio)
+        ):
+            return latest
         key = (head.requests_raw, head.member, head.ratio)
-        if self.peer is None and layer_idx is not None:
-            known = self._chunks.get(key)
-            if known is not None and known.layers_read >> layer_idx & 1:
-                del self._chunks[key]
-                self._latest = None
-        if self._latest is not None and self._latest[0] == key:
-            return self._latest[1]
         chunk = self._chunks.get(key)
+        if self.peer is None and layer_idx is not None and chunk is not None and chunk.layers_read >> layer_idx & 1:
+            chunk = None
         if chunk is None:
             requests = decode_read_requests(head.requests_raw)
             if self.peer is not None and any(request.token is None for request in requests):
                 raise RequestError("an extended Prefill must send a token with every request")
             chunk = self._chunks[key] = Chunk(
-                requests, shares(head), self, layout.has_indexer, (1 << len(layout.layers)) - 1
+                key, requests, shares(head), self, layout.has_indexer, (1 << len(layout.layers)) - 1
             )
         self._chunks.move_to_end(key)
         while len(self._chunks) > RECENT_CHUNKS:
             self._chunks.popitem(last=False)
-        self._latest = (key, chunk)
+        self._latest = chunk
         return chunk

@@ -137,20 +137,18 @@ class Puller:
 
     def _serve_loop(self) -> None:
         try:
-            look = True
+            served = False
             while not self._stopping:
-                if look or self._router.unattended:
+                if not served or self._router.unattended:  # serving ends with a look at the socket, if it touches it
                     self._receive()
-                connection, more = self._queue.take()
+                connection, more = self._queue.take(after=served)
+                served = connection is not None
                 if connection is None:
                     self._router.wait()
-                    look = True
                     continue
-                look = False  # serving ends with a look at the socket, or does not touch it
                 if more:
                     self._router.wake()
                 self._serve(connection)
-                self._queue.release()
         except Exception:
             logger.exception("rd2h puller thread died")
             raise
@@ -158,24 +156,32 @@ class Puller:
             self._router.wake()  # pass a stop on to the next waiting thread
 
     def _receive(self) -> None:
+        book = self._book
         with self._receiving:
-            for received in self._router.receive(self._book.connections):
-                connection, answer = self._book.accept(received, _now_s(), _now_ns())
+            for received in self._router.receive(book.connections):
+                connection, answer = book.accept(received, _now_s(), _now_ns())
                 if answer is not None:
-                    self._router.send(received.identity, answer.payload)
+                    self._router.send(received.identity, *answer.payloads)
                 if connection is not None:
                     self._queue.put(connection)
 
     def _serve(self, connection: Connection) -> None:
         """Handle messages of one connection until none is left, or the next must wait, or other connections wait."""
-        while (step := self._book.next_step(connection, _now_s())) is not None:
+        book = self._book
+        while (step := book.next_step(connection, _now_s())) is not None:
             if self._router.unattended:
                 self._router.wake()  # this step may take long
-            answer = self._run(connection, step) if isinstance(step, ReadTask) else step
-            if answer.open_session is not None:
-                answer = self._open(connection, answer)
-            if answer.payload and not self._router.send(connection.identity, answer.payload):
-                self._book.drop(connection.identity, "the connection to Prefill was lost", _now_s())
+            if isinstance(step, ReadTask):
+                begin_s = time.perf_counter()
+                result = self._read(step)
+                seconds = time.perf_counter() - begin_s
+                answer = book.finish_read(connection, step, result, seconds, _now_s(), _now_ns())
+            elif step.open_session is not None:
+                answer = self._open(connection, step)
+            else:
+                answer = step
+            if answer.payloads and not self._router.send(connection.identity, *answer.payloads):
+                book.drop(connection.identity, "the connection to Prefill was lost", _now_s())
             if self._queue.others_wait:
                 self._queue.put(connection)  # still busy: its turn comes after theirs
                 return
@@ -189,25 +195,12 @@ class Puller:
         except EngineError as error:
             return self._book.session_opened(connection, _now_ns(), str(error))
 
-    def _run(self, connection: Connection, task: ReadTask) -> Answer:
-        descriptors = task.descriptors
-        begin = time.perf_counter()
-        if task.nothing_to_read:
-            result = READ_OK
-        else:
-            result = self._read(task)
-        seconds = time.perf_counter() - begin
-        answer = self._book.finish_read(connection, task, result, seconds, _now_s(), _now_ns())
-        if self._timeline.enabled and result.ok:
-            self._timeline.event(
-                "layer_read", layer=task.head.layer_idx, bytes=descriptors.nbytes, requests=list(task.request_ids)
-            )
-        return answer
-
     def _read(self, task: ReadTask) -> ReadResult:
+        if task.nothing_to_read:
+            return READ_OK
         descriptors = task.descriptors
         try:
-            return self._engine.batch_transfer_sync_read(
+            result = self._engine.batch_transfer_sync_read(
                 task.session, descriptors.local, descriptors.peer, descriptors.lengths
             )
         except Exception as error:
@@ -215,6 +208,11 @@ class Puller:
             # reported and this thread's turn never be given back.
             logger.exception("rd2h: the transfer engine raised during a read")
             return ReadResult(ReadCode.NATIVE_EXCEPTION, f"the transfer engine raised {type(error).__name__}: {error}")
+        if self._timeline.enabled and result.ok:
+            nbytes, requests = descriptors.nbytes // len(task.layers), list(task.request_ids)
+            for layer in task.layers:
+                self._timeline.event("layer_read", layer=layer.head.layer_idx, bytes=nbytes, requests=requests)
+        return result
 
     # --- keeper thread ---
 

@@ -23,18 +23,18 @@ class ServiceQueue:
         with self._lock:
             self._waiting.append(connection)
 
-    def take(self) -> tuple[Connection | None, bool]:
-        """The next connection to serve (then ``release`` must follow), and whether another thread is needed too."""
+    def take(self, *, after: bool) -> tuple[Connection | None, bool]:
+        """The next connection to serve, and whether another thread is needed too.
+
+        ``after``: the calling thread has just served one. When it gets None it serves nothing any more.
+        """
         with self._lock:
+            if after:
+                self._serving -= 1
             if not self._waiting or self._serving >= self._limit:
                 return None, False
             self._serving += 1
             return self._waiting.popleft(), bool(self._waiting) and self._serving < self._limit
-
-    def release(self) -> None:
-        """The thread is free again."""
-        with self._lock:
-            self._serving -= 1
 
     @property
     def others_wait(self) -> bool:

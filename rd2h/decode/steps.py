@@ -9,25 +9,31 @@ from rd2h.wire import ReadyHead
 
 
 class Answer(NamedTuple):
-    """What to do next for a connection: open a session, or send ``payload`` (nothing when empty)."""
+    """What to do next for a connection: open a session, or send these messages."""
 
-    payload: bytes = b""
+    payloads: tuple[bytes, ...] = ()
     open_session: str | None = None
 
 
-class ReadTask(NamedTuple):
-    """One batched read that may start now; ``finish_read`` must follow."""
+class LayerRead(NamedTuple):
+    """One layer of a read, as Prefill named it and by its position here."""
 
     head: ReadyHead
-    chunk: Chunk
     layer_idx: int
+
+
+class ReadTask(NamedTuple):
+    """One batched read that may start now, of one layer or a few of the same chunk; ``finish_read`` must follow."""
+
+    layers: Sequence[LayerRead]
+    chunk: Chunk
     session: str
     descriptors: Descriptors
     read_id: int
 
     @property
     def nothing_to_read(self) -> bool:
-        """No block falls to this rank, or every request was refused; the layer is acknowledged all the same."""
+        """No block falls to this rank, or every request was refused; the layers are acknowledged all the same."""
         return len(self.descriptors.lengths) == 0
 
     @property

@@ -21,6 +21,7 @@ ADDRESS_LIMIT = 1 << 64
 """One past the highest address; all address arithmetic is done in 64 bits."""
 
 AddressArray = NDArray[np.uint64]
+_UINT64 = np.dtype(np.uint64)
 
 
 class EngineRole(enum.Enum):
@@ -156,6 +157,10 @@ def merge_regions(regions: Iterable[MemoryRegion], *, join_adjacent: bool = Fals
 
 def check_descriptors(local: AddressArray, peer: AddressArray, lengths: AddressArray) -> int:
     """Return the number of descriptors, or raise EngineError when the three arrays do not fit together."""
+    if local.dtype is peer.dtype is lengths.dtype is _UINT64 and local.shape == peer.shape == lengths.shape:
+        shape = local.shape
+        if len(shape) == 1:
+            return int(shape[0])
     for name, array in (("local", local), ("peer", peer), ("lengths", lengths)):
         if array.dtype != np.uint64 or array.ndim != 1:
             raise EngineError(

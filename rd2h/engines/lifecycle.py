@@ -37,7 +37,8 @@ class Lifecycle:
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._state = EngineState.NEW
         self._role: EngineRole | None = None
         self._reads_in_flight = 0
@@ -80,7 +81,7 @@ class Lifecycle:
 
     def begin_read(self) -> bool:
         """Count a read in. False when the engine is not ready (closing, closed): then nothing may be read."""
-        with self._condition:
+        with self._lock:
             if self._state is not EngineState.READY:
                 return False
             self._reads_in_flight += 1
@@ -88,7 +89,7 @@ class Lifecycle:
 
     def end_read(self) -> None:
         """Count a read out; to be called once for every `begin_read` that returned True."""
-        with self._condition:
+        with self._lock:
             self._reads_in_flight -= 1
             if not self._reads_in_flight:
                 self._condition.notify_all()

@@ -11,11 +11,9 @@ Version history
 
 from rd2h.wire.decoding import (
     block_ids,
-    check_token,
     decode_from_decode,
     decode_from_prefill,
     decode_read_requests,
-    split_ready,
 )
 from rd2h.wire.encoding import (
     encode_mf_ack,
@@ -29,6 +27,7 @@ from rd2h.wire.encoding import (
     encode_ready,
     encode_stop_sending,
 )
+from rd2h.wire.fields import check_token
 from rd2h.wire.messages import (
     LEGACY_ACK,
     MAX_BLOCK_ID,
@@ -64,6 +63,7 @@ from rd2h.wire.messages import (
     Refusal,
     StopSending,
 )
+from rd2h.wire.ready import ReadySplitter, split_ready
 
 __all__ = [
     "LEGACY_ACK",
@@ -97,6 +97,7 @@ __all__ = [
     "ReadFailed",
     "ReadRequest",
     "ReadyHead",
+    "ReadySplitter",
     "Refusal",
     "StopSending",
     "block_ids",

@@ -1,6 +1,6 @@
 """Bytes to validated messages. Everything here is hostile until it has passed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from rd2h.errors import WireError
 from rd2h.wire.encoding import READY_TAG_PACKED
+from rd2h.wire.fields import Fields, check_token
 from rd2h.wire.messages import (
     LEGACY_ACK,
     MAX_BLOCK_ID,
     MAX_FRAME_BYTES,
-    MAX_NAME_CHARS,
     MAX_REASON_CHARS,
     MAX_REQUESTS_PER_MESSAGE,
     TAG_MF_ACK,
@@ -25,7 +25,6 @@ from rd2h.wire.messages import (
     TAG_READ_FAILED,
     TAG_READ_READY,
     TAG_STOP_SENDING,
-    TOKEN_BYTES,
     BlockIds,
     FromDecode,
     FromPrefill,
@@ -39,88 +38,31 @@ from rd2h.wire.messages import (
     ReadDone,
     ReadFailed,
     ReadRequest,
-    ReadyHead,
     Refusal,
     StopSending,
 )
-from rd2h.wire.unpacking import MALFORMED, at_most, describe, no_extension, shown, unpack
+from rd2h.wire.ready import MAX_LISTS, MAX_MAPS, ReadySplitter, split_ready
+from rd2h.wire.unpacking import MALFORMED, no_extension, shown, unpack
 
-MAX_POSITIONS = 64
-"""Positions of ``read_ready_batch``; later versions may append some."""
-_MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + 2
-_MAX_MAPS = 8
-_MAX_HEAD_BYTES = 8 * MAX_NAME_CHARS
-_MAX_TAIL_BYTES = 4096
-"""Bounds of what is unpacked around known read requests without counting containers."""
-_NEEDLE_BYTES = 24
-_FIXARRAY = 0x90
-_FIXARRAYS = [bytes((_FIXARRAY + count,)) for count in range(16)]
-_THREE = _FIXARRAYS[3]
 _unpackb = msgpack.unpackb
 _READ_DONE_HEAD = b"\x94" + msgpack.packb(TAG_READ_DONE, use_bin_type=True)
 _SHORT_BYTES = 64
 _DONE_TYPES = [bytes, int, int, list]
-_READY_TYPES = [bytes, int, str, type(None), list, int, int, int, int, list]
-"""Types of the ten positions of an extended message, with the read requests left out."""
 
 
-@dataclass(slots=True)
-class _Fields:
-    """Typed access to the positions of one decoded tuple."""
-
-    tag: bytes
-    values: Sequence[Any]
-
-    def at(self, index: int, kind: type, what: str) -> Any:
-        if index >= len(self.values):
-            raise WireError(f"{self.tag!r}: {what} at position {index} is missing")
-        value = self.values[index]
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise WireError(f"{self.tag!r}: {what} must be {kind.__name__}, got {type(value).__name__}")
-        return value
-
-    def unsigned(self, index: int, what: str, maximum: int = (1 << 64) - 1) -> int:
-        value: int = self.at(index, int, what)
-        if not 0 <= value <= maximum:
-            raise WireError(f"{self.tag!r}: {what} must be 0..{maximum}, got {value}")
-        return value
-
-    def text(self, index: int, what: str, maximum: int = MAX_NAME_CHARS) -> str:
-        value: str = self.at(index, str, what)
-        if len(value) > maximum:
-            raise WireError(f"{self.tag!r}: {what} is longer than {maximum} characters")
-        return value
-
-    def token(self, index: int) -> bytes:
-        return check_token(self.at(index, bytes, "token"))
-
-    def list(self, index: int, what: str) -> list[Any]:
-        value: list[Any] = self.at(index, list, what)
-        if len(value) > MAX_REQUESTS_PER_MESSAGE:
-            raise WireError(f"{self.tag!r}: {what} has more than {MAX_REQUESTS_PER_MESSAGE} entries")
-        return value
-
-
-def check_token(value: object) -> bytes:
-    """A child token: 16 bytes."""
-    if not isinstance(value, bytes) or len(value) != TOKEN_BYTES:
-        raise WireError(f"token must be {TOKEN_BYTES} bytes")
-    return value
-
-
-def _unpack(payload: bytes) -> _Fields:
+def _unpack(payload: bytes) -> Fields:
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
-    values = unpack(payload, "frame", lists=_MAX_LISTS, maps=_MAX_MAPS, longest_list=MAX_REQUESTS_PER_MESSAGE)
+    values = unpack(payload, "frame", lists=MAX_LISTS, maps=MAX_MAPS, longest_list=MAX_REQUESTS_PER_MESSAGE)
     if not isinstance(values, list) or not values or not isinstance(values[0], bytes):
         raise WireError("frame is not a tuple that begins with a bin tag")
-    return _Fields(values[0], values)
+    return Fields(values[0], values)
 
 
-def decode_from_prefill(payload: bytes, known_requests: bytes = b"") -> FromPrefill:
-    """A message that Decode received; ``known_requests`` as in ``split_ready``. Raises WireError."""
+def decode_from_prefill(payload: bytes, splitter: ReadySplitter | None = None) -> FromPrefill:
+    """A message that Decode received; ``splitter``: that of its connection. Raises WireError."""
     if READY_TAG_PACKED in payload[:24]:
-        return split_ready(payload, known_requests)
+        return split_ready(payload) if splitter is None else splitter.split(payload)
     fields = _unpack(payload)
     if fields.tag == TAG_MF_META:
         peer = None
@@ -179,114 +121,6 @@ def _unpack_short(payload: bytes) -> list[Any] | None:
     return values
 
 
-def split_ready(payload: bytes, known_requests: bytes = b"") -> ReadyHead:
-    """Decode all of ``read_ready_batch`` but the read requests, which are only delimited. Raises WireError.
-
-    ``known_requests``: the read requests of an earlier message of the same connection. The layers of a chunk repeat
-    them, and a message that does is split around them without looking inside.
-    """
-    if len(payload) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
-    split = _split_around(payload, known_requests) if known_requests else None
-    count, values, requests_raw = split or _split_anew(payload)
-    if count == 10 and not values[4] and not values[9] and _is_usual(values):
-        _, layer_idx, layer_name, _, _, member, ratio, generation, seq, _ = values
-        return ReadyHead(layer_idx, layer_name, requests_raw, (), member, ratio, generation, seq, (), True)
-    fields = _Fields(TAG_READ_READY, values)
-    if values[0] != TAG_READ_READY:
-        raise WireError(f"unknown tag {shown(values[0])}")
-    done_ids = fields.list(4, "done ids")
-    if not all(isinstance(item, str) and len(item) <= MAX_NAME_CHARS for item in done_ids):
-        raise WireError(f"{TAG_READ_READY!r}: done ids must be strings of at most {MAX_NAME_CHARS} characters")
-    has_tp = count >= 7
-    member = fields.unsigned(5, "member", MAX_BLOCK_ID) if has_tp else 0
-    ratio = fields.unsigned(6, "ratio", MAX_BLOCK_ID) if has_tp else 1
-    if ratio < 1 or member >= ratio:
-        raise WireError(f"{TAG_READ_READY!r}: member {member} is not below ratio {ratio}")
-    generation = fields.unsigned(7, "generation") if count > 7 else None
-    seq = fields.unsigned(8, "sequence") if count > 8 else None
-    tokens = tuple([check_token(token) for token in fields.list(9, "done tokens")]) if count > 9 else ()
-    if count > 9 and len(tokens) != len(done_ids):
-        raise WireError(f"{TAG_READ_READY!r}: {len(tokens)} done tokens for {len(done_ids)} done ids")
-    return ReadyHead(
-        fields.unsigned(1, "layer", MAX_BLOCK_ID),
-        fields.text(2, "layer name"),
-        requests_raw,
-        tuple(done_ids),
-        member,
-        ratio,
-        generation,
-        seq,
-        tokens,
-        has_tp,
-    )
-
-
-def _is_usual(values: list[Any]) -> bool:
-    """Whether ten positions are valid by a few comparisons; what is not gets the full treatment and its error text."""
-    return (
-        list(map(type, values)) == _READY_TYPES
-        and values[0] == TAG_READ_READY
-        and 0 <= values[1] <= MAX_BLOCK_ID
-        and len(values[2]) <= MAX_NAME_CHARS
-        and 0 <= values[5] < values[6] <= MAX_BLOCK_ID
-        and values[7] >= 0
-        and values[8] >= 0
-    )
-
-
-def _split_around(payload: bytes, known_requests: bytes) -> tuple[int, list[Any], bytes] | None:
-    """(positions, values without the read requests, ``known_requests``); None when the message is not of that form.
-
-    msgpack is a prefix code: when exactly three whole values lie before ``known_requests`` (one whole value itself) and
-    exactly the remaining ones behind it, then it is the fourth.
-    """
-    # A short needle: looking for a long one takes longer than unpacking it.
-    begin = payload.find(known_requests[:_NEEDLE_BYTES], 0, _MAX_HEAD_BYTES)
-    if begin < 0 or not payload.startswith(known_requests, begin):
-        return None
-    count = payload[0] - _FIXARRAY
-    if not 5 <= count <= 10 or len(payload) - begin - len(known_requests) > _MAX_TAIL_BYTES:
-        return None
-    try:
-        values = _unpackb(_THREE + payload[1:begin], ext_hook=no_extension)
-        tail = _unpackb(_FIXARRAYS[count - 4] + payload[begin + len(known_requests) :], ext_hook=no_extension)
-    except MALFORMED:
-        return None
-    return count, [*values, None, *tail], known_requests
-
-
-def _split_anew(payload: bytes) -> tuple[int, list[Any], bytes]:
-    unpacker = msgpack.Unpacker(
-        None,
-        raw=False,
-        use_list=True,
-        max_buffer_size=MAX_FRAME_BYTES,
-        max_array_len=MAX_REQUESTS_PER_MESSAGE,
-        ext_hook=no_extension,
-        list_hook=at_most(_MAX_LISTS, "lists in frame"),
-        object_hook=at_most(_MAX_MAPS, "maps in frame"),
-    )
-    unpacker.feed(payload)
-    try:
-        count = unpacker.read_array_header()
-        if not 5 <= count <= MAX_POSITIONS:
-            raise WireError(f"{TAG_READ_READY!r}: {count} positions, expected 5..{MAX_POSITIONS}")
-        values = [unpacker.unpack(), unpacker.unpack(), unpacker.unpack(), None]
-        begin = unpacker.tell()
-        unpacker.skip()
-        end = unpacker.tell()
-        values += [unpacker.unpack() for _ in range(min(count, 10) - 4)]
-        for _ in range(count - 10):
-            unpacker.skip()
-        trailing = len(payload) - unpacker.tell()
-    except MALFORMED as error:
-        raise WireError(f"{TAG_READ_READY!r}: truncated or malformed: {describe(error)}") from error
-    if trailing:
-        raise WireError(f"{TAG_READ_READY!r}: {trailing} bytes follow the last position")
-    return count, values, payload[begin:end]
-
-
 def decode_read_requests(raw: bytes) -> tuple[ReadRequest, ...]:
     """The read requests that ``split_ready`` delimited. Raises WireError."""
     rows = unpack(raw, "read requests", lists=3 * MAX_REQUESTS_PER_MESSAGE + 1, maps=0)
@@ -298,7 +132,7 @@ def decode_read_requests(raw: bytes) -> tuple[ReadRequest, ...]:
 def _read_request(row: object) -> ReadRequest:
     if not isinstance(row, list) or (len(row) < 5 and len(row) != 2):
         raise WireError("a read request must be a tuple of 2 (legacy) or at least 5 positions")
-    fields = _Fields(TAG_READ_READY, row)
+    fields = Fields(TAG_READ_READY, row)
     main = block_ids(row[1], "main block ids")
     if len(row) == 2:
         return ReadRequest(fields.text(0, "request id"), main, main, 0, 0, None)

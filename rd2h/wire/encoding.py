@@ -1,6 +1,6 @@
 """Messages to bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -22,10 +22,8 @@ from rd2h.wire.messages import (
     Refusal,
 )
 
-
-def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
-    return packed
+# One packer for all threads: a call never gives up the interpreter lock, for messages hold no foreign objects.
+_pack: Callable[[object], bytes] = msgpack.Packer(use_bin_type=True).pack
 
 
 READY_TAG_PACKED = _pack(TAG_READ_READY)

@@ -49,15 +49,17 @@ class DecodeRank:
 class RepeatedAnswers:
     """Stands in for a router's ``send``: after each acknowledgement it may send older ones again."""
 
-    def __init__(self, send: Callable[[bytes, bytes], bool], times: int) -> None:
+    def __init__(self, send: Callable[..., bool], times: int) -> None:
         self._send, self._times = send, times
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=64)
         self._lock = threading.Lock()
 
-    def __call__(self, identity: bytes, payload: bytes) -> bool:
+    def __call__(self, identity: bytes, *payloads: bytes) -> bool:
         """Send, then now and then repeat."""
-        sent = self._send(identity, payload)
-        if b"read_done" in payload[:16]:
+        sent = self._send(identity, *payloads)
+        for payload in payloads:
+            if b"read_done" not in payload[:16]:
+                continue
             with self._lock:
                 self._sent.append((identity, payload))
                 again = random.sample(list(self._sent), min(len(self._sent), random.randrange(self._times)))

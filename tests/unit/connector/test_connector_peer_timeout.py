@@ -20,7 +20,7 @@ def answer_to(prefill_ms: int, decode_s: float) -> Answer:
     meta = encode_mf_meta("session", encode_layer_map(layout), PeerInfo(1, PREFILL, b"", 1, 0, prefill_ms))
     connection, _ = book.accept(Received(b"peer", meta, "127.0.0.1"), 0.0, 0)
     assert connection is not None
-    step = book.next_step(connection, 0.0, 1)
+    step = book.next_step(connection, 0.0)
     assert isinstance(step, Answer)
     return step
 
@@ -35,7 +35,7 @@ def test_a_less_patient_prefill_is_refused_with_both_values(prefill_ms: int, dec
     """It would free its blocks while this side still believes what it reads from them."""
     refused = answer_to(prefill_ms, decode_s)
     assert refused.open_session is None
-    message = decode_from_decode(refused.payload)
+    message = decode_from_decode(refused.payloads[0])
     assert isinstance(message, MfAck)
     assert message.error == f"peer_timeout_s is {prefill_ms / 1000:g} on Prefill, 20 on Decode"
 

@@ -245,9 +245,9 @@ class World:
         chunk = sender.chunks.get(head.requests_raw)
         if chunk is None:
             shares = Shares(rank.d_rank, rank.d_tp, rank.split_main, head.member, head.ratio)
-            chunk = Chunk(
-                decode_read_requests(head.requests_raw), shares, sender, layout.has_indexer, (1 << len(SHAPES)) - 1
-            )
+            key = (head.requests_raw, head.member, head.ratio)
+            requests = decode_read_requests(head.requests_raw)
+            chunk = Chunk(key, requests, shares, sender, layout.has_indexer, (1 << len(SHAPES)) - 1)
             sender.chunks[head.requests_raw] = chunk
         source, local = sender.peer_layers[head.layer_name], layout.layers[head.layer_idx]
         check_source(source, local)

@@ -81,7 +81,7 @@ def test_a_layer_refused_as_a_whole_fails_its_children_even_at_their_first_messa
     assert connection is not None
     step = made.next_step(connection, 0.0)
     assert isinstance(step, Answer)
-    reply = decode_from_decode(step.payload)
+    reply = decode_from_decode(step.payloads[0])
     assert isinstance(reply, ReadFailed)
     assert "block bytes 128 on Prefill, 64 on Decode" in reply.error
     (report,) = made.take_finished(0.0)

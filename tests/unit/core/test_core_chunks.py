@@ -38,7 +38,7 @@ def request(
 def chunk_of(
     *requests: ReadRequest, source: object = CONNECTION, shares: Shares = ALONE, indexer: bool = True
 ) -> Chunk:
-    return Chunk(requests, shares, source, indexer, (1 << LAYERS) - 1)
+    return Chunk((b"", 0, 1), requests, shares, source, indexer, (1 << LAYERS) - 1)
 
 
 def by_token(request: ReadRequest) -> bytes | None:

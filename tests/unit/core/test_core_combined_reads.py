@@ -1,0 +1,172 @@
+"""Layers of a chunk that wait together become one read; each is still answered by itself."""
+
+import secrets
+
+import numpy as np
+import pytest
+
+from rd2h.children import ChildSpec, Outcome
+from rd2h.decode.book import COMBINED_BYTES, COMBINED_LAYERS, PullBook
+from rd2h.decode.connection import Connection
+from rd2h.decode.destination import Destination
+from rd2h.decode.options import PullerOptions
+from rd2h.decode.router import Received
+from rd2h.decode.steps import Answer, ReadTask
+from rd2h.engines import READ_OK, ReadResult
+from rd2h.layout import CacheLayout, LayerLayout, TensorLayout, encode_layer_map
+from rd2h.stats import TransferStats
+from rd2h.wire import (
+    PeerInfo,
+    ReadDone,
+    ReadFailed,
+    ReadRequest,
+    decode_from_decode,
+    encode_mf_meta,
+    encode_pong,
+    encode_read_requests,
+    encode_ready,
+)
+
+GENERATION, PREFILL, PEER = 7, 9, b"peer"
+LAYERS = 20
+
+
+def layout(base: int, block_bytes: int) -> CacheLayout:
+    span = 16 * block_bytes
+    layers = [
+        LayerLayout(f"l.{index}", (TensorLayout(base + index * span, block_bytes, 16),)) for index in range(LAYERS)
+    ]
+    return CacheLayout(tuple(layers))
+
+
+class Pull:
+    """One connection of one book, with one child of four blocks."""
+
+    def __init__(self, block_bytes: int = 64) -> None:
+        self.local, self.source = layout(1 << 40, block_bytes), layout(1 << 30, block_bytes)
+        options = PullerOptions("127.0.0.1", 0, GENERATION, b"", 1)
+        self.book = PullBook(options, Destination(self.local, 0, 1, False), TransferStats())
+        self.book.trust(frozenset({PREFILL}), 0.0)
+        meta = encode_mf_meta("session", encode_layer_map(self.source), PeerInfo(1, PREFILL, b"", 1, 0))
+        connection, _ = self.book.accept(Received(PEER, meta, "127.0.0.1"), 0.0, 0)
+        assert connection is not None
+        self.connection: Connection = connection
+        self.book.next_step(connection, 0.0)
+        self.book.session_opened(connection, 0, "")
+        self.book.next_step(connection, 0.0)
+        self.book.accept(Received(PEER, encode_pong(PREFILL, 0)), 0.0, 1)
+        self.token = secrets.token_bytes(16)
+        blocks = np.arange(4, dtype=np.int64)
+        self.book.add([ChildSpec(self.token, "request", "request", blocks, 0, np.empty(0, np.int64), 0)], 0.0)
+        self.requests = encode_read_requests(
+            [ReadRequest("request", np.array([3, 4, 8, 9]), np.empty(0, np.int64), 0, 0, self.token)]
+        )
+
+    def ready(self, layer: int, *, name: str = "", requests: bytes | None = None, last: bool = False) -> None:
+        done, tokens = (("request",), (self.token,)) if last else ((), ())
+        payload = encode_ready(
+            layer, name or f"l.{layer}", requests or self.requests, done, 0, 1, (GENERATION, 100 + layer, tokens)
+        )
+        self.book.accept(Received(PEER, payload), 0.0, 1)
+
+    def step(self) -> ReadTask | Answer | None:
+        return self.book.next_step(self.connection, 0.0)
+
+    def read(self) -> ReadTask:
+        step = self.step()
+        assert isinstance(step, ReadTask)
+        return step
+
+    def finish(self, task: ReadTask, result: ReadResult = READ_OK) -> list[object]:
+        answer = self.book.finish_read(self.connection, task, result, 0.0, 0.0, 1)
+        return [decode_from_decode(payload) for payload in answer.payloads]
+
+
+def test_waiting_layers_are_one_read_and_one_answer_each() -> None:
+    pull = Pull()
+    for layer in range(5):
+        pull.ready(layer)
+    task = pull.read()
+    assert [layer.layer_idx for layer in task.layers] == [0, 1, 2, 3, 4]
+    assert task.descriptors.nbytes == 5 * 4 * 64
+    expected = [
+        (local + block * 64, source + peer * 64, 128)
+        for local, source in (
+            (pull.local.layers[layer].main[0].base_addr, pull.source.layers[layer].main[0].base_addr)
+            for layer in range(5)
+        )
+        for block, peer in ((0, 3), (2, 8))
+    ]
+    assert list(zip(*(column.tolist() for column in task.descriptors[:3]), strict=True)) == expected
+    assert pull.finish(task) == [ReadDone(layer, 100 + layer) for layer in range(5)]
+    assert pull.step() is None
+
+
+def test_the_end_in_a_combined_read_completes_the_child_once() -> None:
+    pull = Pull()
+    for layer in range(LAYERS):
+        pull.ready(layer, last=layer == LAYERS - 1)
+    sizes = []
+    while (step := pull.step()) is not None:
+        assert isinstance(step, ReadTask)
+        sizes.append(len(step.layers))
+        assert pull.book.take_finished(0.0) == []
+        pull.finish(step)
+    assert sizes == [COMBINED_LAYERS, COMBINED_LAYERS, LAYERS - 2 * COMBINED_LAYERS]
+    (report,) = pull.book.take_finished(0.0)
+    assert report.outcome is Outcome.DONE
+
+
+def test_an_error_fails_every_layer_of_the_read() -> None:
+    pull = Pull()
+    for layer in range(3):
+        pull.ready(layer)
+    replies = pull.finish(pull.read(), ReadResult(5, "broken"))
+    assert replies == [ReadFailed(layer, "broken", 100 + layer) for layer in range(3)]
+
+
+@pytest.mark.parametrize("between", ["unknown layer", "other requests", "repeated layer", "metadata"])
+def test_what_must_be_handled_by_itself_ends_a_combined_read(between: str) -> None:
+    pull = Pull()
+    pull.ready(0)
+    pull.ready(1)
+    if between == "unknown layer":
+        pull.ready(2, name="no such layer")
+    elif between == "other requests":
+        other = encode_read_requests([ReadRequest("request", np.arange(1), np.empty(0, np.int64), 0, 0, pull.token)])
+        pull.ready(2, requests=other)
+    elif between == "repeated layer":
+        pull.ready(1)
+    else:
+        meta = encode_mf_meta("session", encode_layer_map(pull.source), PeerInfo(1, PREFILL, b"", 1, 0))
+        pull.book.accept(Received(PEER, meta), 0.0, 1)
+    pull.ready(3)
+    task = pull.read()
+    assert [layer.layer_idx for layer in task.layers] == [0, 1]
+    pull.finish(task)
+    step = pull.step()
+    if between == "unknown layer":
+        assert isinstance(step, Answer)
+        reply = decode_from_decode(step.payloads[0])
+        assert isinstance(reply, ReadFailed)
+        assert "'no such layer'" in reply.error
+    elif between == "metadata":
+        assert isinstance(step, Answer)
+        assert step.open_session == "session"
+    else:
+        assert isinstance(step, ReadTask)
+        assert step.layers[0].layer_idx == (1 if between == "repeated layer" else 2)
+
+
+def test_large_layers_are_read_one_by_one() -> None:
+    pull = Pull(block_bytes=COMBINED_BYTES // 8 + 4096)  # four blocks: a little more than half of the limit
+    pull.ready(0)
+    pull.ready(1)
+    assert [len(pull.read().layers), len(pull.read().layers)] == [1, 1]
+
+
+def test_combined_layers_stay_within_the_limit() -> None:
+    pull = Pull(block_bytes=COMBINED_BYTES // 16)  # four blocks: a quarter of the limit
+    for layer in range(6):
+        pull.ready(layer)
+    assert [len(pull.read().layers), len(pull.read().layers)] == [4, 2]
