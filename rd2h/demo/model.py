@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rd2h.errors import ConfigError
 
 # Number of the recipe below; a new recipe makes a new folder in the cache.
-RECIPE = 2
+RECIPE = 3
 BYTES = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 BOS_ID = BYTES + SPECIAL_TOKENS.index("<bos>")
@@ -31,8 +31,11 @@ _GAIN = {"q_proj": 3.0, "kv_a_proj_with_mqa": 2.5, "kv_b_proj": 2.5, "o_proj": 2
 _MLP_GAIN = 2.0
 _HEAD_GAIN = 4.0
 
+# Tools and their calls are part of the prompt, as with real models.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or () %}{{ call['function'] | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 

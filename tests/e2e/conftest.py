@@ -11,11 +11,20 @@ from rd2h.demo.model import model_dir
 from rd2h.demo.process import ManagedProcess
 
 CHUNK_TOKENS = 256
+TOOL_ARGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def monkeypatch_session() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory, monkeypatch_session: pytest.MonkeyPatch) -> Iterator[Launcher]:
     """Owns every process of the session."""
+    # Where transformers puts the code that comes with a model; it reads the name once, in the fork server.
+    monkeypatch_session.setenv("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("model-code")))
     with Launcher(tmp_path_factory.mktemp("e2e-logs"), lambda text: print(text, flush=True)) as launcher:
         yield launcher
 
@@ -27,7 +36,7 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def chain(launcher: Launcher, tiny_model: Path) -> Chain:
-    return Chain(launcher, tiny_model, CHUNK_TOKENS)
+    return Chain(launcher, tiny_model, CHUNK_TOKENS, engine_args=TOOL_ARGS)
 
 
 @pytest.fixture(scope="session")

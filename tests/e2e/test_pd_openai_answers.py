@@ -1,19 +1,19 @@
 """Every kind of OpenAI request has the same answer through the proxy as from one engine (X6)."""
 
 import json
-import urllib.error
-import urllib.request
+import time
 from typing import Any
 
 import pytest
+from engine_state import wait_nothing_left
+from openai_answers import ask, differences, normalised
+from pictures import data_url, picture
 
-from rd2h.demo.engine_spec import SERVED_NAME
+from rd2h.demo.chain import ConnectedEngine, MetaProcess
 from rd2h.demo.process import ManagedProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.pd, pytest.mark.timeout(300)]
 
-# Different for every request or engine, and not part of the answer.
-_VARYING = ("id", "created", "kv_transfer_params", "system_fingerprint")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 CHAT = [
     {"role": "system", "content": "You answer."},
@@ -47,66 +47,6 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "json": {"response_format": {"type": "json_object"}, "max_tokens": 24},
 }
-
-
-def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text."""
-    data = json.dumps({"model": SERVED_NAME, "temperature": 0.0, "max_tokens": 8, **body}).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def normalised(text: str) -> Any:
-    """An answer without what differs from request to request. How a stream was cut into events is such a thing: an
-    engine puts the tokens that wait into one."""
-    if not text.startswith("data: "):
-        return _strip(json.loads(text))
-    lines = [line for line in text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    whole: dict[str, Any] = {}
-    for line in lines[:-1]:
-        _join(whole, _strip(json.loads(line[6:])))
-    return whole
-
-
-def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Adds one event: texts and lists are put together, everything else stays or is set."""
-    for key, value in part.items():
-        if key == "choices":
-            for choice in value:
-                _join(whole.setdefault(f"choice {choice['index']}", {}), choice)
-        elif isinstance(value, dict):
-            _join(whole.setdefault(key, {}), value)
-        elif isinstance(value, str) and key in ("text", "content", "arguments"):
-            whole[key] = whole.get(key, "") + value
-        elif isinstance(value, list):
-            whole[key] = [*(whole.get(key) or []), *value]
-        elif value is not None:
-            whole[key] = value
-
-
-def _strip(message: Any) -> Any:
-    if isinstance(message, dict):
-        return {key: _strip(value) for key, value in message.items() if key not in _VARYING}
-    if isinstance(message, list):
-        return [_strip(item) for item in message]
-    # Two runs of one engine differ in the last digits, by how their steps were batched.
-    return round(message, 2) if isinstance(message, float) else message
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two answers differ, briefly."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted({**one, **other})
-        return [text for key in keys for text in differences(one.get(key), other.get(key), f"{where}.{key}")]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [text for index, (a, b) in pairs for text in differences(a, b, f"{where}[{index}]")]
-    return [] if one == other else [f"{where}: {one!r} by the proxy, {other!r} by one engine"]
 
 
 def requests() -> list[Any]:
@@ -149,3 +89,35 @@ def test_same_refusal(body: dict[str, Any], proxy: ManagedProcess, single: Manag
     proxied_status, proxied_text = ask(proxy.url, "/v1/completions", body)
     assert 400 <= status < 500
     assert (proxied_status, json.loads(proxied_text)) == (status, json.loads(text))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        picture(8, 8, 1),
+        data_url(bytes(3_000_000)),
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "picture", "picture": "?"},
+    ],
+    ids=["picture", "large", "sound", "unknown"],
+)
+def test_same_refusal_of_a_picture_by_a_model_of_text(
+    part: dict[str, Any],
+    stream: bool,
+    meta: MetaProcess,
+    proxy: ManagedProcess,
+    single: ManagedProcess,
+    prefill: ConnectedEngine,
+    decode: ConnectedEngine,
+) -> None:
+    content = [{"type": "text", "text": "What is it?"}, part]
+    body = {"messages": [{"role": "user", "content": content}], "stream": stream}
+    status, text = ask(single.url, "/v1/chat/completions", body)
+    assert 400 <= status < 500, text
+    began = time.monotonic()
+    proxied_status, proxied_text = ask(proxy.url, "/v1/chat/completions", body)
+    # At once: no waiting for a rendezvous that cannot come, no second engine.
+    assert time.monotonic() - began < 5
+    assert (proxied_status, json.loads(proxied_text)) == (status, json.loads(text))
+    wait_nothing_left(meta, proxy, prefill, decode)
