@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rd2h_client.client import MetaClient
+from rd2h_client.engine_watch import EngineBatch
 from rd2h_client.errors import MetaError, QueueFullError, RendezvousEndedError
 from rd2h_client.loop_thread import background_loop
 from rd2h_client.options import ClientOptions
@@ -19,6 +20,9 @@ from rd2h_client.registration import EngineStatus, Registration
 from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
 
 logger = logging.getLogger("rd2h.client")
+
+_WATCH_AGAIN_S = 2.0
+"""Delay after the service refused the watch of the registry."""
 
 _END_DEADLINE_S = 60.0
 """How long an end (withdraw, failure) is tried; the time limit of the rendezvous does the rest."""
@@ -94,6 +98,7 @@ class BackgroundMetaClient:
             raise RuntimeError("the client was started already")
         self._loop = background_loop()
         self._main_task = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
+        self._main_task.add_done_callback(_report_failure)
 
     def stop(self, timeout_s: float) -> bool:
         """End the lease and the connection; return False when that took longer than `timeout_s`."""
@@ -283,15 +288,25 @@ class BackgroundMetaClient:
             self._notices.append(notice)
 
     async def _follow_engines(self) -> None:
-        try:
-            async for batch in self._client.watch_engines():
-                engines = {} if batch.snapshot else dict(self._engines)
-                for event in batch.events:
-                    engine = event.engine
-                    if event.kind == engine_registry_pb2.EngineEvent.KIND_REMOVED:
-                        engines.pop(engine.engine_id, None)
-                    else:
-                        engines[engine.engine_id] = engine
-                self._engines = engines  # replaced as a whole: readers on other threads need no lock
-        except MetaError as error:
-            logger.error("the registry can no longer be followed: %s", error)
+        while True:
+            try:
+                async for batch in self._client.watch_engines():
+                    self._engines_changed(batch)
+            except MetaError as error:
+                logger.error("the registry cannot be followed; again in %g s: %s", _WATCH_AGAIN_S, error)
+            await asyncio.sleep(_WATCH_AGAIN_S)
+
+    def _engines_changed(self, batch: EngineBatch) -> None:
+        engines = {} if batch.snapshot else dict(self._engines)
+        for event in batch.events:
+            engine = event.engine
+            if event.kind == engine_registry_pb2.EngineEvent.KIND_REMOVED:
+                engines.pop(engine.engine_id, None)
+            else:
+                engines[engine.engine_id] = engine
+        self._engines = engines  # replaced as a whole: readers on other threads need no lock
+
+
+def _report_failure(main: Future[None]) -> None:
+    if not main.cancelled() and (error := main.exception()) is not None:
+        logger.critical("the client of the meta service has broken", exc_info=error)

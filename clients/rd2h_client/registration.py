@@ -18,6 +18,18 @@ from rd2h_client.v1 import engine_registry_pb2 as pb
 
 logger = logging.getLogger("rd2h.client")
 
+_ABOUT_THE_ENGINE = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Refusals that would be the same again. Any other one (INTERNAL, a token that is being changed, a call that something
+between reset) may be taken back, and an engine must not stay away for ever because of it."""
+
 
 @dataclass(frozen=True)
 class EngineStatus:
@@ -109,7 +121,7 @@ class Registration:
         self._kick.set()
 
     async def close(self) -> None:
-        """Stop keeping the lease and end it. A service that cannot be reached sees it lapse."""
+        """Stop keeping the lease and end it. A service that cannot be reached, or refuses, sees it lapse."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -118,13 +130,13 @@ class Registration:
             lease_id, self._lease_id = self._lease_id, ""
             try:
                 await self._call(self._stub.Deregister, pb.DeregisterRequest(lease_id=lease_id))
-            except MetaUnavailableError as error:
+            except MetaError as error:
                 logger.debug("deregister: %s", error)
 
     async def _keep(self) -> None:
         delay_s = 0.0 if not self._lease_id else self._renew_delay_s()
         failures = 0
-        while self.lost is None:
+        while True:
             try:
                 async with asyncio.timeout(delay_s):
                     await self._kick.wait()
@@ -133,18 +145,28 @@ class Registration:
             self._kick.clear()
             try:
                 await self._renew()
-            except (MetaUnavailableError, MetaExhaustedError) as error:
-                failures += 1
-                retry = self._options.retry
-                backoff_s = min(retry.max_backoff_s, retry.initial_backoff_s * 2 ** min(failures, 20))
-                delay_s = (error.retry_after_s or backoff_s) * random.uniform(0.5, 1.0)
-                logger.debug("engine %s: %s", self._engine.engine_id, error)
             except MetaError as error:
-                self.lost = error
-                logger.error("engine %s is no longer registered: %s", self._engine.engine_id, error)
+                if error.code in _ABOUT_THE_ENGINE:
+                    self.lost = error
+                    logger.error("engine %s is no longer registered: %s", self._engine.engine_id, error)
+                    return
+                failures += 1
+                delay_s = self._backoff_s(failures, error.retry_after_s)
+                usual = failures > 1 or isinstance(error, MetaUnavailableError | MetaExhaustedError)
+                logger.log(logging.DEBUG if usual else logging.WARNING, "engine %s: %s", self._engine.engine_id, error)
+            except Exception:
+                # `poll` is the caller's. While it cannot tell how the engine is, the lease is left to lapse.
+                failures += 1
+                delay_s = self._backoff_s(failures)
+                logger.exception("engine %s: its lease is not renewed", self._engine.engine_id)
             else:
                 failures = 0
                 delay_s = self._renew_delay_s()
+
+    def _backoff_s(self, failures: int, told_s: float | None = None) -> float:
+        retry = self._options.retry
+        backoff_s = min(retry.max_backoff_s, retry.initial_backoff_s * 2 ** min(failures, 20))
+        return (told_s or backoff_s) * random.uniform(0.5, 1.0)
 
     def _renew_delay_s(self) -> float:
         # Jitter keeps many engines from renewing in step after a restart of the service.
