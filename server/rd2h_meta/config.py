@@ -46,7 +46,7 @@ class MetaConfig:
     restart_grace_s: float = 10.0
     """After start: time in which absent engines are taken for not yet returned."""
     default_ttl_s: float = 15.0
-    """Lease time of engines that wish none."""
+    """Lease time of engines that wish none; 1 to 120."""
     max_engines: int = 10_000
     """Engines registered at a time."""
     max_open: int = 100_000
@@ -67,9 +67,9 @@ class MetaConfig:
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed: {', '.join(allowed)}")
-        for name in ("grace_s", "restart_grace_s", "default_ttl_s"):
-            if not 0 <= getattr(self, name) <= 3_600:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, allowed: 0..3600 seconds")
+        for name, lowest, highest in (("grace_s", 0, 3_600), ("restart_grace_s", 0, 3_600), ("default_ttl_s", 1, 120)):
+            if not lowest <= getattr(self, name) <= highest:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, allowed: {lowest}..{highest} seconds")
         for name in ("max_engines", "max_open", "max_children"):
             if not 1 <= getattr(self, name) <= 10_000_000:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, allowed: 1..10000000")

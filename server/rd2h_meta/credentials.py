@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,34 @@ def server_credentials(config: MetaConfig) -> grpc.ServerCredentials | None:
     """Return the TLS credentials that the settings ask for, or None for plain text.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or does not hold what it should.
     """
     if not config.tls_cert:
         return None
     client_ca = _read("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
     pair = (_read("tls_key", config.tls_key), _read("tls_cert", config.tls_cert))
+    _check_certificates(config)
     return grpc.ssl_server_credentials([pair], root_certificates=client_ca, require_client_auth=client_ca is not None)
+
+
+def _check_certificates(config: MetaConfig) -> None:
+    """gRPC itself would only say that it cannot listen."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The empty password keeps OpenSSL from asking for one on a terminal.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"tls_cert, tls_key: got {config.tls_cert!r} and {config.tls_key!r}, allowed: a certificate chain and its "
+            f"unencrypted private key as PEM ({error})"
+        ) from error
+    if config.tls_client_ca:
+        try:
+            context.load_verify_locations(config.tls_client_ca)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"tls_client_ca: got {config.tls_client_ca!r}, allowed: certificates as PEM ({error})"
+            ) from error
 
 
 def read_token(config: MetaConfig) -> str:

@@ -101,7 +101,8 @@ class MetaServer:
             host, port = parse_listen("metrics_listen", self._config.metrics_listen)
             try:
                 self.metrics_address = await self._metrics.start(host, port)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
+                # UnicodeError: the resolver's word for a name that cannot exist.
                 raise _cannot_bind("metrics_listen", self._config.metrics_listen) from error
         for server in self._servers:
             await server.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from meta_certificates import Authority
 from meta_harness import MetaProcess, child, engine, take, take_all, until
 from rd2h_client import ClientOptions, MetaClient, MetaUnavailableError
 from rd2h_client.v1 import rendezvous_pb2 as rv
@@ -52,11 +53,29 @@ def refusal(*flags: str, **environment: str) -> str:
         (["--tls-client-ca", "x"], "tls_client_ca: got no tls_cert beside it"),
         (["--tls-cert", "/missing", "--tls-key", "/missing"], "tls_key: got '/missing', which cannot be read"),
         (["--token-file", "/missing"], "token_file: got '/missing', which cannot be read"),
+        (["--default-ttl-s", "121"], "default_ttl_s: got 121.0, allowed: 1..120 seconds"),
+        (
+            ["--listen", "127.0.0.1:0", "--metrics-listen", "a..b:77"],
+            "metrics_listen: got 'a..b:77', which cannot be bound",
+        ),
         (["--config", "/missing"], "config: got '/missing', which cannot be read"),
     ],
 )
 def test_wrong_settings_are_one_line(flags: list[str], words: str) -> None:
     assert words in refusal(*flags)
+
+
+def test_certificates_that_are_none_or_do_not_fit_are_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    one, other = authority.issue("one"), authority.issue("other")
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("no certificate")
+    bad = str(nonsense)
+    listen = ("--listen", "127.0.0.1:0")
+    for cert, key in ((bad, one.key), (one.cert, bad), (one.cert, other.key)):
+        assert "tls_cert, tls_key: got" in refusal(*listen, "--tls-cert", cert, "--tls-key", key)
+    good = ("--tls-cert", one.cert, "--tls-key", one.key)
+    assert "tls_client_ca: got" in refusal(*listen, *good, "--tls-client-ca", bad)
 
 
 def test_settings_from_file_and_environment(tmp_path: Path) -> None:
