@@ -157,8 +157,12 @@ class MetaServer:
                 self.registry.shift_deadlines(late_s)
                 self.rendezvous_service.table.shift_deadlines(late_s)
             last_s = now_s
-            self.registry.expire(now_s)
-            self.rendezvous_service.table.expire(now_s)
+            for expire in (self.registry.expire, self.rendezvous_service.table.expire):
+                try:
+                    expire(now_s)
+                except Exception:
+                    # Without ticks nothing would ever end; one entry that cannot be ended must not stop them.
+                    logger.exception("expiry failed")
 
 
 def _bind(server: grpc.aio.Server, name: str, listen: str, credentials: grpc.ServerCredentials | None) -> str:

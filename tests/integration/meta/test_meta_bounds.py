@@ -1,8 +1,9 @@
-"""Messages at the size that the limits allow arrive."""
+"""The service at its bounds: messages as large as the limits allow, and faults of its own."""
 
 import time
 
-from meta_harness import engine
+import pytest
+from meta_harness import engine, until
 from rd2h_client import MetaClient
 from rd2h_client.v1.engine_registry_pb2 import LayerLayout
 from rd2h_meta.config import MetaConfig
@@ -32,5 +33,28 @@ async def test_the_list_of_many_engines_arrives() -> None:
             async for batch in client.watch_engines():
                 assert len(batch.events) == ENGINES
                 break
+    finally:
+        await server.drain()
+
+
+async def test_a_tick_that_breaks_is_seen_and_the_next_one_comes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = MetaServer(MetaConfig(listen="127.0.0.1:0"))
+    await server.start()
+    try:
+        real, calls = server.registry.expire, 0
+
+        def expire(now_s: float) -> int:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise LookupError("nobody expected this")
+            return real(now_s)
+
+        monkeypatch.setattr(server.registry, "expire", expire)
+        server.registry.register(engine("short"), 1.0, time.monotonic())
+        await until(lambda: server.registry.expired_total == 1)
+        assert "nobody expected this" in caplog.text
     finally:
         await server.drain()
