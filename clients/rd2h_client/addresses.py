@@ -93,11 +93,13 @@ def check_advertised_host(host: str) -> None:
     if ":" in host or host.replace(".", "").isdigit():
         try:
             # A zone ("fe80::1%eth0") names a local interface and means nothing to a peer.
-            literal = ipaddress.ip_address(host)
+            literal: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(host)
         except ValueError:
             raise AddressError("a name or an IP literal without brackets") from None
         if "%" in host:
             raise AddressError("an IPv6 literal without a zone")
+        if isinstance(literal, ipaddress.IPv6Address) and literal.ipv4_mapped is not None:
+            literal = literal.ipv4_mapped
         if literal.is_unspecified or literal.is_multicast:
             raise AddressError("a name or IP literal that peers can reach, not a wildcard or multicast address")
     elif _NAME.fullmatch(host) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import grpc
@@ -63,6 +64,7 @@ def retry_delay_s(error: MetaError, left_s: float) -> float | None:
     return error.retry_after_s
 
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _CODES = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
@@ -88,10 +90,15 @@ def from_rpc_error(error: grpc.RpcError, waited_s: float | None = None) -> MetaE
         details = f"no answer within {waited_s:g} s"
     pairs: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     trailing = dict(pairs or ())
-    delay_ms, outcome = trailing.get("retry-after-ms"), trailing.get("rendezvous-outcome")
+    delay_ms = _number(trailing.get("retry-after-ms"))
     return make_error(
         code,
         details or "",
-        retry_after_s=int(delay_ms) / 1000 if delay_ms else None,
-        outcome=int(outcome) if outcome else 0,
+        retry_after_s=delay_ms / 1000 if delay_ms else None,
+        outcome=_number(trailing.get("rendezvous-outcome")) or 0,
     )
+
+
+def _number(text: object) -> int | None:
+    """A number out of a trailer; None for anything that the service would not send."""
+    return int(text) if isinstance(text, str) and _NUMBER.fullmatch(text) else None

@@ -7,7 +7,7 @@ from rd2h_client.v1.rendezvous_pb2 import Child
 from rd2h_meta import validation
 from rd2h_meta.errors import InvalidFieldError
 
-WILDCARDS = ["", "*", "0.0.0.0", "::", "0", "224.0.0.1", "ff02::1"]
+WILDCARDS = ["", "*", "0.0.0.0", "::", "::ffff:0.0.0.0", "0", "224.0.0.1", "ff02::1"]
 BAD_HOSTS = [*WILDCARDS, "[::1]", "fe80::1%eth0", "a b", "-a", "a/b", "a..b", "1.2.3", "x" * 300, "host:1", "a\n"]
 
 
