@@ -178,7 +178,9 @@ class DecodeSchedulerSide:
             self.control.stop()
 
 
-def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> PrefillSchedulerSide:
+def prefill_scheduler(
+    facts: EngineFacts, handshakes: Mapping[int, Handshake], beside_loaders: bool
+) -> PrefillSchedulerSide:
     """Prefill's scheduler half, registered with the meta service if one is configured."""
     handshake = _agreed(facts, handshakes)
     control = _control(facts, handshake)
@@ -195,6 +197,7 @@ def prefill_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -
         control,
         Timeline.from_environment("P"),
         facts.config.registration_wait_s,
+        beside_loaders=beside_loaders,
     )
     return PrefillSchedulerSide(half, control)
 
@@ -242,6 +245,7 @@ class PrefillWorkerSide:
 
     def close(self) -> None:
         """End the publisher, then the engine."""
+        self.worker.close()
         self.publisher.close()
         self.engine.close()
 
@@ -272,7 +276,7 @@ class DecodeWorkerSide:
         self.engine.close()
 
 
-def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillWorkerSide:
+def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_loaders: bool) -> PrefillWorkerSide:
     """Prefill's worker half over registered caches."""
     layout = cache_layout(kv_caches, facts.num_blocks, facts.base_layers)
     handshake = _handshake(facts, layout, kv_caches)
@@ -314,6 +318,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> PrefillW
         stats,
         Timeline.from_environment("P"),
         event_recorder(cache_device(kv_caches)),
+        beside_loaders,
     )
     failures.append(worker)
     publisher.start()

@@ -95,6 +95,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer = self._facts.producer
         self._is_worker = role is KVConnectorRole.WORKER
         self._told_contacting = False
+        self._beside_loaders = False
         self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
         self._decode_scheduler: assembly.DecodeSchedulerSide | None = None
         self._prefill_worker: assembly.PrefillWorkerSide | None = None
@@ -119,13 +120,22 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     wait_for_layer_reuse = wait_for_layer_send
 
+    def expect_load_results(self) -> None:
+        """A composite with other members says, before anything else, that ``note_load_results`` ends every step."""
+        self._beside_loaders = self._producer
+
+    def note_load_results(self, block_ids: set[int]) -> None:
+        """Prefill: the blocks that no member could load in this step; before this no prompt is told to be complete."""
+        if self._prefill_worker is not None:
+            self._prefill_worker.worker.loads_known(block_ids)
+
     # --- scheduler half ---
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Workers have registered their caches: now peers may know this engine."""
         handshakes = {rank: item.handshake for rank, item in metadata.items() if isinstance(item, HandshakeMetadata)}
         if self._producer:
-            self._prefill_scheduler = assembly.prefill_scheduler(self._facts, handshakes)
+            self._prefill_scheduler = assembly.prefill_scheduler(self._facts, handshakes, self._beside_loaders)
         else:
             self._decode_scheduler = assembly.decode_scheduler(self._facts, handshakes)
 
@@ -206,7 +216,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Caches are allocated: start the transfer engine and the background threads."""
         if self._producer:
-            self._prefill_worker = assembly.prefill_worker(self._facts, kv_caches)
+            self._prefill_worker = assembly.prefill_worker(self._facts, kv_caches, self._beside_loaders)
         else:
             self._decode_worker = assembly.decode_worker(self._facts, kv_caches)
 

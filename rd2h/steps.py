@@ -17,6 +17,8 @@ class Publication:
     main_blocks: Sequence[int]
     indexer_blocks: Sequence[int]
     final: bool
+    prompt_blocks: Sequence[int] = ()
+    """All main blocks of the prompt so far, if a connector beside ours may have loaded some; else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """The composite for vLLM: what vLLM's ``MultiConnector`` does, plus the phases that shared layer buffers need.
 
-It differs from vLLM's class in five things, and in nothing else:
+It differs from vLLM's class in six things, and in nothing else:
 
 - completion providers run first in the layer hooks, and a sibling may take over their wait: see ``phases``;
 - ``on_kv_cache_written`` is passed on, to the members that have it;
+- a member with ``expect_load_results`` learns in every step which blocks no member could load (``note_load_results``);
 - a member that asks for full block groups gets them, with the token count, even when another was chosen to load;
 - every member gets its own handshake metadata back, not that of the first member that has any;
 - parameters of one member only are returned for a finished request: see ``ReturnedParameters``.
@@ -61,6 +62,10 @@ class MultiConnector(multi_connector.MultiConnector):
             getattr(member, "requires_full_blocks_on_update_after_alloc", False) is True for member in self._connectors
         ]
         self._returned = ReturnedParameters()
+        listeners = [member for member in self._connectors if callable(getattr(member, "expect_load_results", None))]
+        self._load_listeners = listeners if len(self._connectors) > 1 else []
+        for listener in self._load_listeners:
+            listener.expect_load_results()
         if phases.providers:
             logger.info(
                 "rd2h: completion providers %s run first; %s",
@@ -84,6 +89,13 @@ class MultiConnector(multi_connector.MultiConnector):
         """A layer is computed: providers first."""
         for hook in self._after_layer:
             hook(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a member could not load in this step, told to those who wait for it."""
+        invalid: set[int] = super().get_block_ids_with_load_errors()
+        for listener in self._load_listeners:
+            listener.note_load_results(invalid)
+        return invalid
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What every member of this worker tells its scheduler half; None when none has anything to tell."""

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rd2h.errors import RequestError
+
 logger = logging.getLogger(__name__)
 
 WaitForDevice = Callable[[], None]
@@ -99,6 +101,8 @@ class DeviceOrder:
         """Why the wait failed, or "". Drivers raise what they like."""
         try:
             wait()
+        except RequestError as refused:
+            return str(refused)  # not the device: the layer is not to be told
         except Exception as problem:
             error = f"the device failed before a layer was written: {type(problem).__name__}: {problem}"
             logger.exception("rd2h: %s", error)

@@ -61,9 +61,11 @@ class PrefillScheduler:
         timeline: Timeline | None = None,
         registration_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        beside_loaders: bool = False,
     ) -> None:
         self._groups, self._rules, self._control = groups, rules, control
         self._registration_wait_s, self._clock = registration_wait_s, clock
+        self._beside_loaders = beside_loaders
         self._arrivals: dict[str, Arrival] = {}
         """Requests in vLLM's queue that it has tried to schedule."""
         self._parsed: tuple[dict[str, Any], RemoteDecodes] | None = None
@@ -219,6 +221,7 @@ class PrefillScheduler:
                         list(main[blocks]),
                         list(indexer[blocks]) if self._has_indexer else [],
                         entry.final,
+                        list(main[:stop]) if self._beside_loaders else (),
                     )
                 )
         entry.published_tokens = max(entry.published_tokens, stop * block_size)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -10,8 +10,9 @@ from rd2h.errors import TopologyError
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks, Slot
 from rd2h.layout import CacheLayout
 from rd2h.params import RemoteDecode
-from rd2h.prefill.device import RecordEvent
+from rd2h.prefill.device import RecordEvent, WaitForDevice
 from rd2h.prefill.endpoint import EndpointChunk, EndpointKey
+from rd2h.prefill.loads import LOAD_FAILED, HeldChunk
 from rd2h.prefill.publisher import Publisher
 from rd2h.stats import TransferStats
 from rd2h.steps import ChildFailure, PrefillStep, Publication
@@ -21,10 +22,14 @@ from rd2h.wire import ReadRequest, Refusal, encode_read_requests
 
 MAX_REMEMBERED_CHILDREN = 65536
 """Children whose failure can still be named; the one that was published longest ago is forgotten first."""
+LOADS_UNKNOWN = "Prefill was not told which blocks were loaded"
 
 
 class PrefillWorker:
-    """See the module. ``slots[i]`` are the physical slots of layer ``i``; ``record_event`` is None on a CPU."""
+    """See the module. ``slots[i]`` are the physical slots of layer ``i``; ``record_event`` is None on a CPU.
+
+    With ``beside_loaders`` every step is followed by ``loads_known``, and prompts are complete only then.
+    """
 
     def __init__(
         self,
@@ -36,8 +41,13 @@ class PrefillWorker:
         stats: TransferStats,
         timeline: Timeline,
         record_event: RecordEvent | None = None,
+        beside_loaders: bool = False,
     ) -> None:
-        self._record_event = record_event
+        self._record_event, self._beside_loaders = record_event, beside_loaders
+        self._held: list[HeldChunk] = []
+        self._invalid: Collection[int] | None = None
+        """Blocks of this step that could not be loaded, once that is known."""
+        self._publications: dict[EndpointChunk, Sequence[Publication]] = {}
         self._layout, self._slots, self._tp_rank, self._tp_size = layout, slots, tp_rank, tp_size
         self._publisher, self._stats, self._timeline = publisher, stats, timeline
         self._index_of = layout.index_of()
@@ -60,11 +70,14 @@ class PrefillWorker:
 
     def before_writes(self, step: PrefillStep) -> None:
         """Wait until no Decode may still read what this step overwrites. Comes before anything else of the step."""
+        self._drop_held(LOADS_UNKNOWN)
         self._publisher.wait_writable(None, step.writes)
 
     def begin(self, step: PrefillStep) -> None:
         """Prepare the chunks of a step, once for all its layers."""
         self._published.clear()
+        self._invalid = None
+        self._drop_held(LOADS_UNKNOWN)
         for failure in step.failures:
             self._send_failure(failure)
         by_endpoint: dict[tuple[EndpointKey, TpMapping], list[Publication]] = {}
@@ -77,7 +90,8 @@ class PrefillWorker:
                 by_endpoint.setdefault((self._key(child, mapping), mapping), []).append(publication)
             except TopologyError as error:
                 self.on_failure([Refusal(child.token or b"", str(error))], child)
-        self._chunks = [self._chunk(*peer, publications) for peer, publications in by_endpoint.items()]
+        self._publications = {self._chunk(*peer, members): members for peer, members in by_endpoint.items()}
+        self._chunks = list(self._publications)
 
     def layer_written(self, layer_name: str) -> None:
         """A layer's KV is in the cache: close its gates and publish it. Once per layer and step.
@@ -99,6 +113,25 @@ class PrefillWorker:
                 self.on_failure(failures)
                 self._publisher.fail_children(chunk.key, failures)
         self._chunks = []
+
+    def loads_known(self, invalid: Collection[int]) -> None:
+        """The forward is over, and these main blocks could not be loaded by a connector beside ours."""
+        self._invalid = invalid
+        held, self._held = self._held, []
+        for item in held:
+            broken = [publication.child.token for publication in item.broken_by(invalid)]
+            if broken and item.chunk.key.generation is None:
+                item.settle(LOAD_FAILED)  # a legacy Decode cannot be told of one request alone
+                continue
+            if broken:
+                # Before the end, so that Decode refuses it for these.
+                refusals = [Refusal(token, LOAD_FAILED) for token in broken if token is not None]
+                self._publisher.fail_children(item.chunk.key, refusals)
+            item.settle()
+
+    def close(self) -> None:
+        """Nothing is held back any more, nor told."""
+        self._drop_held("Prefill ends")
 
     def wait_layer(self, layer_idx: int) -> None:
         """Wait for all readers of a layer's physical buffers, whichever blocks they read; for all, if no such layer."""
@@ -138,10 +171,29 @@ class PrefillWorker:
         self._published.add(index)
         last = index == len(self._layout.layers) - 1
         after = self._record_event() if self._record_event is not None else None
-        self._publisher.publish(index, self._chunks, last_layer=last, after=after)
+        if last and self._beside_loaders:
+            self._publish_end(index, after)
+        else:
+            self._publisher.publish(index, self._chunks, last_layer=last, after=after)
         if self._timeline.enabled:
             children = [child_id for chunk in self._chunks for child_id in chunk.child_ids]
             self._timeline.event("ready_sent", layer=index, requests=children)
+
+    def _publish_end(self, index: int, after: WaitForDevice | None) -> None:
+        completing = [chunk for chunk in self._chunks if chunk.done_ids]
+        others = [chunk for chunk in self._chunks if not chunk.done_ids]
+        self._publisher.publish(index, others, last_layer=True, after=after)
+        for chunk in completing:
+            held = HeldChunk(chunk, self._publications[chunk], after)
+            self._held.append(held)
+            self._publisher.publish(index, [chunk], last_layer=True, after=held.wait)
+        if self._invalid is not None:  # the last layer belongs to a draft model, which runs later
+            self.loads_known(self._invalid)
+
+    def _drop_held(self, reason: str) -> None:
+        held, self._held = self._held, []
+        for item in held:
+            item.settle(reason)
 
     def _key(self, child: RemoteDecode, mapping: TpMapping) -> EndpointKey:
         port = rank_port(child.base_port, mapping.decode_rank(self._tp_rank))

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import zmq
 
-from rd2h.wire import MfMeta, ReadyHead, decode_from_prefill, encode_mf_ack, encode_ping, encode_read_done
+from rd2h.wire import (
+    MfMeta,
+    PrefillFailed,
+    ReadyHead,
+    decode_from_prefill,
+    encode_mf_ack,
+    encode_ping,
+    encode_read_done,
+)
 
 GENERATION = 4711
 
@@ -30,6 +38,8 @@ class ScriptedDecode:
         self._held: list[tuple[bytes, ReadyHead]] = []
         self._released: list[tuple[bytes, ReadyHead]] = []
         self.seen: list[int] = []
+        self.failed: list[tuple[int, str]] = []
+        """(layers seen before it, reason) of every child that Prefill gave up."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -74,6 +84,8 @@ class ScriptedDecode:
                 message = decode_from_prefill(payload)
                 if isinstance(message, MfMeta):
                     self._socket.send_multipart([identity, b"", encode_mf_ack(GENERATION, time.monotonic_ns())])
+                elif isinstance(message, PrefillFailed):
+                    self.failed += [(len(self.seen), failure.reason) for failure in message.failures]
                 elif isinstance(message, ReadyHead):
                     with self._lock:
                         self._held.append((identity, message))

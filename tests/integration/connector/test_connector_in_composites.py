@@ -20,6 +20,7 @@ from rd2h import vllm_compat
 from rd2h.connector import SfaRemoteD2HConnector, StepMetadata
 from rd2h.gates import Writes
 from rd2h.params import parse_remote_decodes
+from rd2h.prefill.loads import LOAD_FAILED
 from rd2h.steps import PrefillStep, Publication
 
 LAYERS, BLOCKS = 4, 8
@@ -81,7 +82,8 @@ class Harness:
                 "generation": GENERATION,
             }
         ).children[0]
-        step = PrefillStep(Writes(frozenset(), frozenset()), [Publication(child, "e", 0, [1, 2], [], True)])
+        published = Publication(child, "e", 0, [1, 2], [], True, prompt_blocks=[1, 2])
+        step = PrefillStep(Writes(frozenset(), frozenset()), [published])
         self.ours.bind_connector_metadata(StepMetadata(step))
         self.store.bind_connector_metadata(self.store.build_connector_meta(None))
 
@@ -117,6 +119,8 @@ def make(
         members = ours_made.sub_connectors
         ours = next(m for m in members if isinstance(m, SfaRemoteD2HConnector))
         beside = next(m for m in members if isinstance(m, RecordingConnector))
+        if kind == "platform":
+            ours._beside_loaders = False  # only our composite says so
         ours_made.register_kv_caches(shared_caches())
         composite = ours_made if kind == "ours" else PlatformComposite(members, worker=True)
         return Harness(composite, ours, beside)
@@ -157,6 +161,8 @@ def test_layer_waits_for_the_readers_of_its_buffer(kind: str, order: str, store:
         assert reached == NAMES[:2]
         decode.release(0)
         wait_until(lambda: len(reached) == 4, "layers 2 and 3 follow")
+        if kind == "ours":
+            assert harness.composite.get_block_ids_with_load_errors() == set()
         wait_until(lambda: decode.seen == [0, 1, 2, 3], "every layer is told once, in order")
         decode.release_all()
         thread.join(10)
@@ -190,6 +196,31 @@ def test_gate_is_closed_when_the_store_learns_of_the_layer(
         assert seen == [1]
         wait_until(lambda: decode.held == [0], "layer 0 is told")
         decode.release_all()
+
+
+@ORDERS
+def test_decode_is_told_of_a_failed_load_before_the_end_of_the_prompt(order: str, make: Made) -> None:
+    """The blocks have all been published by then; what must not happen is that Decode takes them for complete."""
+    harness = make("ours", "DecliningStore", order)
+    with ScriptedDecode() as decode:
+        harness.begin(decode)
+        for name in (NAMES[0], NAMES[1]):
+            harness.layer(name)
+        wait_until(lambda: decode.held == [0, 1], "layers 0 and 1 are told")
+        decode.release_all()
+        for name in (NAMES[2], NAMES[3]):
+            harness.layer(name)
+        harness.composite.wait_for_save()
+        wait_until(lambda: decode.seen == [0, 1, 2], "all layers but the last are told")
+        decode.release_all()
+        harness.store.load_errors = {2, 77}
+        assert harness.composite.get_block_ids_with_load_errors() == {2, 77}
+        wait_until(lambda: decode.seen == [0, 1, 2, 3], "the last layer is told")
+        assert decode.failed == [(3, LOAD_FAILED)]
+        decode.release_all()
+        worker = harness.ours._prefill_worker
+        assert worker is not None
+        wait_until(lambda: not worker.publisher.outstanding(), "every gate opens")
 
 
 @ORDERS
