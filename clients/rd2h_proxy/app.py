@@ -56,9 +56,8 @@ class Operations:
         engines = {
             role: _engine_reports(pool) for role, pool in (("prefill", router.prefill), ("decode", router.decode))
         }
-        serving = router.meta.connected and router.prefill.usable() and router.decode.usable()
         return {
-            "status": "ok" if serving else "unavailable",
+            "status": "ok" if router.serving else "unavailable",
             "meta_service_connected": router.meta.connected,
             "prefill_instances": len(router.prefill.usable()),
             "decode_instances": len(router.decode.usable()),

@@ -11,6 +11,7 @@ from rd2h_proxy.limits import AttemptLimits
 from rd2h_proxy.membership import Membership
 from rd2h_proxy.meta_link import MetaLink
 from rd2h_proxy.pool import EnginePool
+from rd2h_proxy.target import pair_conflict
 from rd2h_proxy.token_ratio import TokenRatio
 
 
@@ -28,3 +29,11 @@ class Router:
     limits: AttemptLimits
     background: Background
     ratio: TokenRatio = field(default_factory=TokenRatio)
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request would be served now, as far as can be known before it comes."""
+        decodes, prefills = self.decode.usable(), self.prefill.usable()
+        return self.meta.connected and any(
+            pair_conflict(prefill, decode) is None for decode in decodes for prefill in prefills
+        )

@@ -47,12 +47,11 @@ class StatusPage:
 
     def _parts(self) -> Iterator[str]:
         router = self._router
-        serving = router.meta.connected and router.prefill.usable() and router.decode.usable()
         yield '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>rd2h proxy</title>'
         yield f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{_REFRESH_S}">'
         yield f"<style>{_STYLE}</style></head><body><h1>rd2h proxy</h1>"
         meta_state = _state(router.meta.connected, "connected", "not connected")
-        yield f'<p id="status">{_state(bool(serving), "serving", "not serving")}'
+        yield f'<p id="status">{_state(router.serving, "serving", "not serving")}'
         yield f" &middot; meta service {meta_state} {_code(router.metaserver)}</p>"
         for title, pool in (("Prefill engines", router.prefill), ("Decode engines", router.decode)):
             yield from _engines(title, pool)

@@ -45,6 +45,17 @@ class World:
         reply = await post(self.session, f"http://{self.proxy.address}/v1/completions", {"prompt": prompt})
         return reply.status
 
+    async def health(self) -> int:
+        """Status of /health; the two other pages must agree with it."""
+        statuses = []
+        for path in ("/health", "/healthcheck"):
+            async with self.session.get(f"http://{self.proxy.address}{path}") as response:
+                statuses.append(response.status)
+        async with self.session.get(f"http://{self.proxy.address}/") as response:
+            statuses.append(503 if ">not serving<" in await response.text() else 200)
+        assert len(set(statuses)) == 1, statuses
+        return statuses[0]
+
     def usable(self) -> tuple[int, int]:
         router = self.proxy.router
         return len(router.prefill.usable()), len(router.decode.usable())
@@ -119,10 +130,12 @@ async def test_r9_engines_that_do_not_fit_are_never_paired(meta: str) -> None:
         assert "float16" in message
         assert "bfloat16" in message
         assert prefill.counts["requests"] == decode.counts["requests"] == 0
+        assert await w.health() == 503
         fitting = await w.prefill("bfloat16")
         await w.usable_is(2, 1)
         assert {await w.ask() for _ in range(3)} == {200}
         assert (prefill.counts["requests"], fitting.counts["requests"]) == (0, 3)
+        assert await w.health() == 200
 
 
 async def test_requests_on_a_restarted_engine_end_at_once(meta: str) -> None:
