@@ -113,7 +113,7 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prefill-s", attempt.prefill_s, "Prefill must have computed a wave by then"),
         ("--ttl-s", attempt.ttl_s, "how long the meta service keeps a rendezvous"),
         ("--gather-window-s", attempt.gather_window_s, "silence after which the children that are there go first"),
-        ("--stream-idle-s", 600.0, "longest silence of an engine within an answer"),
+        ("--stream-idle-s", 600.0, "longest silence of an engine; an answer that is not streamed is one silence"),
         ("--client-stall-s", 300.0, "a client that does not read, or send its body, for so long is cut off"),
     ):
         limits.add_argument(flag, type=float, default=default, help=f"{text} (default %(default)s)")
