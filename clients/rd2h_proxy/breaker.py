@@ -53,10 +53,12 @@ class Breaker:
         """When an open breaker lets a trial through; None when nothing is to wait for."""
         return self._reopens_at if self._state is BreakerState.OPEN else None
 
-    def started(self, now: float) -> None:
-        """A request that `allows` let through is being sent."""
+    def started(self, now: float) -> bool:
+        """A request that `allows` let through is being sent. Returns whether it is the trial."""
         if self._state is BreakerState.OPEN and now >= self._reopens_at:
             self._state = BreakerState.TRIAL
+            return True
+        return False
 
     def succeeded(self) -> None:
         """The engine answered as an engine in good health does (a 4xx counts as such)."""
@@ -74,7 +76,7 @@ class Breaker:
             self._open(now)
 
     def abandoned(self) -> None:
-        """The request ended without telling anything about the engine (its client went away)."""
+        """The trial ended without telling anything about the engine (its client went away)."""
         if self._state is BreakerState.TRIAL:
             # The next request is the trial; the pause is over already.
             self._state = BreakerState.OPEN

@@ -29,6 +29,7 @@ class Lease:
 
     def __init__(self, pool: EnginePool, target: Target, work_tokens: int) -> None:
         self._pool = pool
+        self._is_trial = target.breaker.started(pool.now())
         self.target = target
         self._work_tokens = work_tokens
         self._open = True
@@ -57,7 +58,7 @@ class Lease:
         if not self._open:
             return
         self._open = False
-        if not self._judged:
+        if self._is_trial and not self._judged:
             self.target.breaker.abandoned()
         self.target.in_flight -= 1
         self.target.work_tokens -= self._work_tokens
@@ -254,7 +255,6 @@ class EnginePool:
         target.chosen_at = self._choices
         target.in_flight += 1
         target.work_tokens += work_tokens
-        target.breaker.started(self.now())
         return Lease(self, target, work_tokens)
 
 

@@ -179,3 +179,19 @@ async def test_a_long_queue_costs_nothing_while_no_engine_has_room() -> None:
         waiter.cancel()
     await asyncio.gather(*waiters, return_exceptions=True)
     assert pool.waiting == 0
+
+
+async def test_only_the_trial_itself_gives_its_place_to_the_next_trial() -> None:
+    clock = Clock()
+    pool = EnginePool(Role.DECODE, 10, clock)
+    pool.add(Target(Role.DECODE, "h:1", 10, static=True))
+    old = [await pool.acquire(1, 1) for _ in range(5)]
+    for lease in old[:3]:
+        lease.failed()
+    clock.now += 60
+    trial = await pool.acquire(1, 1)
+    for lease in old:
+        lease.release()  # the last two tell nothing: their clients went away
+    assert not pool.usable(), "one request tries, not two"
+    trial.release()
+    assert pool.usable()
