@@ -150,9 +150,11 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         "meta_outage_s",
     ):
         value = getattr(args, flag)
-        if not 0 < value <= 86_400:
+        # The meta service keeps no rendezvous for longer.
+        longest = 7_200 if flag == "ttl_s" else 86_400
+        if not 0 < value <= longest:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: {value:g} given, allowed are seconds above 0 and up to 86400"
+                f"--{flag.replace('_', '-')}: {value:g} given, allowed are seconds above 0 and up to {longest}"
             )
     _check_meta(args)
     return ProxyConfig(

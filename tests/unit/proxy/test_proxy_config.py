@@ -54,6 +54,7 @@ def test_without_engines_they_come_from_the_registry() -> None:
         ("--decoder-hosts a a --decoder-ports 1 1", "once"),
         ("--port 65536", "--port: 65536 given, allowed are 0 to 65535"),
         ("--queue-s 0", "--queue-s: 0 given"),
+        ("--ttl-s 7201", "--ttl-s: 7201 given, allowed are seconds above 0 and up to 7200"),
         ("--retries -1", "--retries: -1 given"),
         ("--meta-token-file /nonexistent/token", "cannot be read"),
     ],
