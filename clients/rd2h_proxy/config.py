@@ -158,7 +158,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
             )
     _check_meta(args)
     return ProxyConfig(
-        host=args.host,
+        host=args.host.strip("[]"),
         port=args.port,
         prefill=prefill,
         decode=decode,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiohttp import web
-from rd2h_client.addresses import AddressError
+from rd2h_client.addresses import AddressError, join_host_port
 from rd2h_client.channels import OptionsError
 from rd2h_client.client import MetaClient
 from rd2h_client.errors import MetaError
@@ -119,13 +119,7 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
         except (OSError, UnicodeError) as error:
             # UnicodeError: the resolver's word for a name that cannot exist.
             raise ConfigError(f"--host, --port: cannot listen on {config.host}:{config.port} ({error})") from error
-        yield RunningProxy(_bound_address(config.host, runner), router, journal)
-
-
-def _bound_address(host: str, runner: web.AppRunner) -> str:
-    port = runner.addresses[0][1]
-    bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+        yield RunningProxy(join_host_port(config.host, runner.addresses[0][1]), router, journal)
 
 
 async def _build(config: ProxyConfig, client: MetaApi, stack: AsyncExitStack) -> Router:

@@ -32,6 +32,10 @@ def test_several_engines_and_ipv6() -> None:
     assert settings.prefill == ("[::1]:1", "[fe80::2]:2")
 
 
+def test_the_address_to_listen_on_may_have_brackets() -> None:
+    assert parse("--host [::1]").host == parse("--host ::1").host == "::1"
+
+
 def test_without_engines_they_come_from_the_registry() -> None:
     assert parse("--meta-service grpc://meta:7700").discover
 
