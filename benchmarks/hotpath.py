@@ -1,6 +1,6 @@
 """What the layer hot path costs: two processes, real ZeroMQ, 61 layers, the production Publisher and Puller.
 
-    python -m benchmarks.hotpath [--json] [--quick]
+    python -m benchmarks.hotpath [--json] [--quick] [--unbound]
 
 Cases: a = 1 request x 32 contiguous blocks, b = 1 x 512 random, c = 16 x 32 random. Engines: ``null`` moves nothing and
 shows the overhead alone, ``host`` moves real bytes (checked after each row). Serial: the next layer goes out after the
@@ -11,6 +11,10 @@ How it is measured:
 * An acknowledgement takes from the call of ``publish`` on Prefill's forward thread until the publisher has handled
   the acknowledgement and opened the gate. The first layer of a chunk, at which its block lists are parsed and planned,
   does not count. In serial mode the forward thread then returns from ``wait_writable`` and publishes the next layer.
+* With ``null`` the threads of either side are bound to one processor each, the first and the last that this process may
+  use, by the connector's own setting (``data_path_cpus``), and so are the bare pair's: as an engine whose device does
+  the reading is best deployed. Copying by ``host`` needs processors, so there nothing is bound. ``--unbound`` binds
+  nothing anywhere.
 * Every chunk has other blocks than the one before, so bytes come from memory rather than from a cache.
 * CPU is that of the whole process: all product threads, ZeroMQ's I/O thread, and on Prefill the forward thread that
   calls the publisher. Decode's harness thread is blocked meanwhile; Prefill's adds two clock readings a layer. In
@@ -22,6 +26,7 @@ How it is measured:
 
 import argparse
 import json
+import os
 import secrets
 import statistics
 import sys
@@ -146,19 +151,27 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-def measure(effort: Effort, engines: Sequence[str], cases: Sequence[Case]) -> dict[str, Any]:
+def own_cpus() -> tuple[frozenset[int], frozenset[int]]:
+    """A processor for either side; none of its own where there is only one."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        return frozenset(), frozenset()
+    return frozenset(usable[:1]), frozenset(usable[-1:])
+
+
+def measure(effort: Effort, engines: Sequence[str], cases: Sequence[Case], bound: bool = True) -> dict[str, Any]:
     """The whole result object."""
     rows: list[Row] = []
     idle: dict[str, float] = {}
     with ExitStack() as stack:
-        router = stack.enter_context(Child(serve_router))
-        dealer = stack.enter_context(Child(serve_dealer))
         prefill = stack.enter_context(Child(serve_prefill))
         decode = stack.enter_context(Child(serve_decode))
-        bare = BarePair(router.pipe, dealer.pipe)
         for engine in engines:
-            generation, session, source = cast("tuple[int, str, object]", prefill.ask("start", engine))
-            port, decode_generation = cast("tuple[int, int]", decode.ask("start", engine, generation))
+            cpus = own_cpus() if bound and engine == "null" else (frozenset[int](), frozenset[int]())
+            router, dealer = stack.enter_context(Child(serve_router)), stack.enter_context(Child(serve_dealer))
+            bare = BarePair(router.pipe, dealer.pipe, cpus)
+            generation, session, source = cast("tuple[int, str, object]", prefill.ask("start", engine, cpus[0]))
+            port, decode_generation = cast("tuple[int, int]", decode.ask("start", engine, generation, cpus[1]))
             target = Target(port, decode_generation, decode.pid)
             bench = Bench(prefill, decode, bare, effort, target, session, source)
             for case in cases:
@@ -189,11 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: a smoke run, not a measurement")
+    parser.add_argument("--unbound", action="store_true", help="bind no thread to a processor")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="only this engine (repeatable)")
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append", help="only this case")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.case is None or case.name in options.case]
-    result = measure(QUICK if options.quick else FULL, options.engine or ENGINES, cases)
+    effort = QUICK if options.quick else FULL
+    result = measure(effort, options.engine or ENGINES, cases, bound=not options.unbound)
     if options.json:
         print(json.dumps(result, indent=1))
     else:

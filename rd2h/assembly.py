@@ -82,6 +82,7 @@ class EngineFacts:
             )
         startup.check_microbatches(vllm_config.parallel_config, producer)
         startup.check_pairing(config, producer, sizes.tp_size)
+        startup.check_processors(config, sizes.tp_size)
         text_config = vllm_config.model_config.hf_text_config
         startup.check_offload_side(
             vllm_config.additional_config,
@@ -304,7 +305,11 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_load
     publisher = Publisher(
         memory,
         PublisherOptions(
-            config.peer_timeout_s, config.connect_timeout_s, config.handshake_timeout_s, config.legacy_ack_timeout_s
+            config.peer_timeout_s,
+            config.connect_timeout_s,
+            config.handshake_timeout_s,
+            config.legacy_ack_timeout_s,
+            config.cpus_of(rank),
         ),
         stats,
         lambda refusals: failures[0].on_failure(refusals),
@@ -356,6 +361,7 @@ def decode_worker(facts: EngineFacts, kv_caches: Mapping[str, Any]) -> DecodeWor
         max_connections=config.max_connections,
         require_registered=config.require_registered_prefill and config.meta_service is not None,
         legacy_hosts=config.legacy_prefill_hosts,
+        cpus=config.cpus_of(rank),
     )
     puller = Puller(options, destination, engine, stats, Timeline.from_environment("D"))
     puller.start()

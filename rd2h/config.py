@@ -15,6 +15,7 @@ from rd2h.errors import ConfigError
 
 TRANSFER_BACKENDS = ("memfabric", "host")
 MAX_TEXT = 1024
+MAX_CPU = 65536
 
 
 def _boolean(key: str, value: object) -> bool:
@@ -125,6 +126,18 @@ def _hosts(key: str, value: object) -> frozenset[str]:
     return frozenset(value)
 
 
+def _cpus(key: str, value: object) -> tuple[frozenset[int], ...]:
+    """One set for all ranks, or one a rank."""
+    allowed = "a list of processor numbers, or a list with such a list for every rank"
+    if not isinstance(value, list) or not value:
+        raise ConfigError.bad_value(key, value, allowed)
+    sets = value if all(isinstance(entry, list) and entry for entry in value) else [value]
+    for cpu in (cpu for cpus in sets for cpu in cpus):
+        if isinstance(cpu, bool) or not isinstance(cpu, int) or not 0 <= cpu < MAX_CPU:
+            raise ConfigError.bad_value(key, value, allowed)
+    return tuple(frozenset(cpus) for cpus in sets)
+
+
 def _key(check: Callable[[str, object], Any], default: Any = None, env: str | None = None) -> Any:
     return field(default=default, metadata={"check": check, "env": env})
 
@@ -189,6 +202,9 @@ class ConnectorConfig:
     """Prefill: connect only to Decode engines that the meta service knows, never just because a request says so."""
     registration_wait_s: float = _key(_non_negative, 2.0)
     """Prefill: how long a request waits for its Decode to appear in the registry before it is refused."""
+    data_path_cpus: tuple[frozenset[int], ...] = _key(_cpus, ())
+    """Processors for the connector's own threads, e.g. [8] for every rank, or [[8], [9]] for two ranks; by default any.
+    One that nothing else keeps busy makes control messages cheaper by a third."""
     debug_suppress_reads: bool = _key(_boolean, False)
     """Decode: acknowledge without reading. For tests only: the output is garbage."""
 
@@ -212,3 +228,8 @@ class ConnectorConfig:
         if (config.meta_cert is None) != (config.meta_key is None):
             raise ConfigError("meta_cert and meta_key must be given together", key="meta_cert")
         return config
+
+    def cpus_of(self, rank: int) -> frozenset[int]:
+        """Processors for the threads of one rank; empty for any."""
+        sets = self.data_path_cpus
+        return sets[rank % len(sets)] if sets else frozenset()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rd2h.config import ConnectorConfig, advertised_host
+from rd2h.cpus import check_cpus
 from rd2h.errors import ConfigError, TopologyError
 from rd2h.topology import MAX_PORT, TpMapping, base_port
 
@@ -58,6 +59,16 @@ def check_pairing(config: ConnectorConfig, producer: bool, tp_size: int) -> None
     except TopologyError as error:
         allowed = f"a divisor of {tp_size}" if producer else f"a multiple of {tp_size}"
         raise TopologyError(f"{peer_key}={peer} is not allowed; expected {allowed}: {error}", key=peer_key) from None
+
+
+def check_processors(config: ConnectorConfig, tp_size: int) -> None:
+    """Processors must be usable, and given once for all ranks or once for each. Raises ConfigError."""
+    sets = config.data_path_cpus
+    if len(sets) > 1 and len(sets) != tp_size:
+        raise ConfigError.bad_value(
+            "data_path_cpus", f"{len(sets)} lists", f"one list, or one for each of the {tp_size} tensor-parallel ranks"
+        )
+    check_cpus("data_path_cpus", sorted({cpu for cpus in sets for cpu in cpus}))
 
 
 def check_microbatches(parallel_config: Any, producer: bool) -> None:

@@ -6,12 +6,17 @@ from typing import Any
 
 import zmq
 
+from rd2h.cpus import bind_io_threads, bind_this_thread
+
 WARM_UP = 10
 
 
 def serve_router(pipe: Connection) -> None:
     """Process: answer every message with as many bytes as the parent said."""
+    cpus: frozenset[int] = pipe.recv()
     context: zmq.Context[Any] = zmq.Context()
+    bind_this_thread(cpus)
+    bind_io_threads(context, cpus)
     socket = context.socket(zmq.ROUTER)
     pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
     while (job := pipe.recv()) is not None:
@@ -26,7 +31,10 @@ def serve_router(pipe: Connection) -> None:
 
 def serve_dealer(pipe: Connection) -> None:
     """Process: send messages of a given size and time each answer."""
+    cpus: frozenset[int] = pipe.recv()
     context: zmq.Context[Any] = zmq.Context()
+    bind_this_thread(cpus)
+    bind_io_threads(context, cpus)
     socket = context.socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{pipe.recv()}")
     while (job := pipe.recv()) is not None:
@@ -43,10 +51,15 @@ def serve_dealer(pipe: Connection) -> None:
 
 
 class BarePair:
-    """Handle of the two processes; pipes to a process that runs ``serve_router`` and one that runs ``serve_dealer``."""
+    """Handle of the two processes; pipes to a process that runs ``serve_router`` and one that runs ``serve_dealer``.
 
-    def __init__(self, router: Connection, dealer: Connection) -> None:
+    ``cpus``: processors of the dealer and of the router, empty for any.
+    """
+
+    def __init__(self, router: Connection, dealer: Connection, cpus: tuple[frozenset[int], frozenset[int]]) -> None:
         self._router, self._dealer = router, dealer
+        dealer.send(cpus[0])
+        router.send(cpus[1])
         dealer.send(router.recv())
 
     def round_trips_s(self, count: int, message_bytes: int, reply_bytes: int) -> list[float]:

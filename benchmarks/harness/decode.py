@@ -23,7 +23,9 @@ FINISH_TIMEOUT_S = 30.0
 class DecodeProcess:
     """See the module."""
 
-    def __init__(self, backend: str, memory: CacheMemory, prefill_generation: int) -> None:
+    def __init__(
+        self, backend: str, memory: CacheMemory, prefill_generation: int, cpus: frozenset[int] = frozenset()
+    ) -> None:
         self.generation = secrets.randbits(63)
         self._memory, self._layout = memory, memory.layout()
         self._stats = TransferStats()
@@ -32,7 +34,7 @@ class DecodeProcess:
         tensors = (tensor for layer in self._layout.layers for tensor in layer.tensors)
         self._engine.register_memory([MemoryRegion(t.base_addr, t.end_addr - t.base_addr) for t in tensors])
         self._puller = Puller(
-            PullerOptions("127.0.0.1", 0, self.generation, b"", 1),
+            PullerOptions("127.0.0.1", 0, self.generation, b"", 1, cpus=cpus),
             Destination(self._layout, 0, 1, split_main=False),
             self._engine,
             self._stats,
@@ -104,14 +106,14 @@ class DecodeProcess:
 
 
 def serve_decode(pipe: Connection) -> None:
-    """Process: one Decode for each ("start", backend, Prefill generation), until None."""
+    """Process: one Decode for each ("start", backend, Prefill generation, processors), until None."""
     memory = CacheMemory.allocate()
     decode: DecodeProcess | None = None
     while (command := pipe.recv()) is not None:
         name, *arguments = command
         answer: object = None
         if name == "start":
-            decode = DecodeProcess(arguments[0], memory, arguments[1])
+            decode = DecodeProcess(arguments[0], memory, *arguments[1:])
             answer = (decode.port, decode.generation)
         elif decode is None:
             raise RuntimeError(f"{name} before start")

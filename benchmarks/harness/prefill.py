@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from benchmarks.harness.cases import LAYERS, PREFILL_SEED, CacheMemory, Case, layer_slots
 from benchmarks.harness.clocks import process_cpu_s
+from rd2h.cpus import bind_this_thread
 from rd2h.engines import EngineRole, MemoryRegion, create_engine
 from rd2h.gates import ALL_BLOCKS, ChunkBlocks
 from rd2h.layout import encode_layer_map
@@ -93,7 +94,8 @@ class AckClock(TransferStats):
 class PrefillProcess:
     """See the module. The harness itself only stamps times around the calls of the production code."""
 
-    def __init__(self, backend: str, memory: CacheMemory, pid: int) -> None:
+    def __init__(self, backend: str, memory: CacheMemory, pid: int, cpus: frozenset[int] = frozenset()) -> None:
+        bind_this_thread(cpus)  # the forward thread, which deployments bind with the rest of the worker
         self.generation = secrets.randbits(63)
         self._pid = pid
         self._failures: list[Refusal] = []
@@ -112,7 +114,7 @@ class PrefillProcess:
                 self._slots,
                 PeerInfo(WIRE_VERSION, self.generation, b"", 1, 0),
             ),
-            PublisherOptions(),
+            PublisherOptions(cpus=cpus),
             self._acks,
             self._failures.extend,
         )
@@ -166,14 +168,16 @@ class PrefillProcess:
 
 
 def serve_prefill(pipe: Connection) -> None:
-    """Process: one Prefill for each ("start", backend), chunks on ("chunk", ...), until None."""
+    """Process: one Prefill for each ("start", backend, processors), chunks on ("chunk", ...), until None."""
+    anywhere = frozenset(os.sched_getaffinity(0))
     memory = CacheMemory.allocate()
     memory.stamp()
     prefill: PrefillProcess | None = None
     while (command := pipe.recv()) is not None:
         name, *arguments = command
         if name == "start":
-            prefill = PrefillProcess(arguments[0], memory, os.getpid())
+            bind_this_thread(anywhere)
+            prefill = PrefillProcess(arguments[0], memory, os.getpid(), *arguments[1:])
             pipe.send((prefill.generation, prefill.engine.session(), memory.layout()))
         elif prefill is None:
             raise RuntimeError(f"{name} before start")

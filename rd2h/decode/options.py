@@ -22,6 +22,8 @@ class PullerOptions:
     """Read only from Prefill generations that ``Puller.trust`` named."""
     legacy_hosts: frozenset[str] = frozenset()
     """Addresses of Prefills that may speak only the legacy messages."""
+    cpus: frozenset[int] = frozenset()
+    """Processors of the serving threads and their I/O thread; empty: any."""
 
     @property
     def ping_interval_s(self) -> float:

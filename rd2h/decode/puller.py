@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from rd2h.children import ChildSpec, Finished
+from rd2h.cpus import bind_this_thread
 from rd2h.decode.book import PullBook
 from rd2h.decode.connection import Connection
 from rd2h.decode.destination import Destination
@@ -48,7 +49,7 @@ class Puller:
     ) -> None:
         self._options, self._engine, self._stats, self._timeline = options, engine, stats, timeline
         self._book = PullBook(options, destination, stats)
-        self._router = SharedRouter(options.bind_host, options.port)
+        self._router = SharedRouter(options.bind_host, options.port, options.cpus)
         self._queue = ServiceQueue(options.read_threads)
         self._receiving = threading.Lock()
         """Held from taking messages out of the socket until the book has them: their order must not change."""
@@ -137,6 +138,7 @@ class Puller:
 
     def _serve_loop(self) -> None:
         try:
+            bind_this_thread(self._options.cpus)
             served = False
             while not self._stopping:
                 if not served or self._router.unattended:  # serving ends with a look at the socket, if it touches it

@@ -11,11 +11,12 @@ threads wait on one edge-triggered epoll, which wakes one thread an edge, not al
 
 import select
 import threading
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Any, NamedTuple
 
 import zmq
 
+from rd2h.cpus import bind_io_threads
 from rd2h.errors import ConfigError
 from rd2h.sockets import HotSocket
 from rd2h.wakeup import Wakeup
@@ -37,13 +38,14 @@ class Received(NamedTuple):
 class SharedRouter:
     """See the module."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, cpus: Collection[int] = ()) -> None:
         self._lock = threading.Lock()
         self._wakeup = Wakeup()
         self.unattended = False
         """Messages wait in the socket and no edge will tell; cleared by ``receive``."""
         self._closed = False
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        bind_io_threads(self._context, cpus)
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from rd2h.cpus import bind_io_threads
 from rd2h.errors import QueueFullError, StateError, WireError
 from rd2h.gates import GateEntry, SlotGates
 from rd2h.prefill.endpoint import MAX_OUTBOX, Endpoint, EndpointChunk, EndpointKey, EndpointState, LayerMessage
@@ -72,6 +73,7 @@ class PublishBook:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         # A link takes three sockets, and lost ones linger; ZeroMQ's own limit would allow 341 links.
         self._context.set(zmq.MAX_SOCKETS, 4 * MAX_ENDPOINTS)
+        bind_io_threads(self._context, options.cpus)
 
     # --- what the forward thread asks for ---
 

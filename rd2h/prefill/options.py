@@ -16,6 +16,8 @@ class PublisherOptions:
     handshake_timeout_s: float = 10.0
     legacy_ack_timeout_s: float = 300.0
     """How long a legacy Decode, which has no heartbeat, may leave a ready message unanswered."""
+    cpus: frozenset[int] = frozenset()
+    """Processors of the publisher's background thread and its I/O thread; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from rd2h.cpus import bind_this_thread
 from rd2h.gates import Slot, SlotGates, Writes
 from rd2h.prefill.book import Clock, PublishBook
 from rd2h.prefill.device import DeviceOrder, WaitForDevice
@@ -74,7 +75,7 @@ class Publisher:
         """Threads that are about to hand out failures."""
         self._release_at_s = math.inf
         """When writers need not wait for anybody any more: at once after ``close``, later when the thread died."""
-        self._peer_timeout_s = options.peer_timeout_s
+        self._peer_timeout_s, self._cpus = options.peer_timeout_s, options.cpus
         self._thread = threading.Thread(target=self._run, name="rd2h-publisher", daemon=True)
 
     def start(self) -> None:
@@ -201,6 +202,7 @@ class Publisher:
 
     def _run(self) -> None:
         try:
+            bind_this_thread(self._cpus)
             while not self._stopping:
                 check_at_s = self._book.check_at_s
                 fds = self._book.watch.wait(None if check_at_s == math.inf else max(0.0, check_at_s - self._clock()))

@@ -1,5 +1,6 @@
 """Every wrong setting is one line that names the key, the value and what is allowed; every right one is taken."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,31 @@ def test_a_pool_cannot_be_computed_anew() -> None:
         check_side(offload(True), producer=False, load_failure_policy="recompute")
     one_line(error, "kv_load_failure_policy='recompute' is not allowed; expected 'fail' with sparse offload")
     check_side({}, producer=False, load_failure_policy="recompute")
+
+
+@pytest.mark.parametrize(
+    ("value", "sets"), [([3], ({3},)), ([3, 5], ({3, 5},)), ([[3], [5, 6]], ({3}, {5, 6})), ([[0]], ({0},))]
+)
+def test_processors_for_all_ranks_or_for_each(value: object, sets: tuple[set[int], ...]) -> None:
+    assert parse(data_path_cpus=value).data_path_cpus == sets
+    assert parse().data_path_cpus == ()
+
+
+@pytest.mark.parametrize("value", [[], [[]], [[1], []], [True], [-1], ["0"], "0", 0, [[1], 2], {"0": 1}, [1 << 20]])
+def test_malformed_processors_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"data_path_cpus=.*a list of processor numbers"):
+        parse(data_path_cpus=value)
+
+
+def test_processors_are_counted_and_looked_up_by_rank() -> None:
+    usable = min(os.sched_getaffinity(0))
+    for value, tp_size in (([usable], 4), ([[usable]], 2), ([[usable], [usable]], 2)):
+        config = parse(data_path_cpus=value)
+        startup.check_processors(config, tp_size)
+        assert [config.cpus_of(rank) for rank in range(tp_size)] == [{usable}] * tp_size
+    with pytest.raises(ConfigError, match=r"data_path_cpus='2 lists'.*each of the 4 tensor-parallel ranks"):
+        startup.check_processors(parse(data_path_cpus=[[usable], [usable]]), 4)
+    with pytest.raises(ConfigError, match=r"data_path_cpus=.*not \[60000\]"):
+        startup.check_processors(parse(data_path_cpus=[60000]), 1)
+    assert parse().cpus_of(3) == frozenset()
+    startup.check_processors(parse(), 8)

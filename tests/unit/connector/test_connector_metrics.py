@@ -150,7 +150,7 @@ def shown(value: object) -> str:
             return str(value).lower()
         case float():
             return f"{value:g}"
-        case frozenset():
+        case frozenset() | tuple():
             return "[]"
         case str():
             return f'"{value}"'
