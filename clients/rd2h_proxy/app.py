@@ -66,7 +66,7 @@ class Operations:
 
     async def to_decode(self, http: web.Request) -> web.StreamResponse:
         """Passes a small request that any Decode engine can answer, as it is."""
-        body = await read_body(http, self._body_limit_s)
+        body = bytes(await read_body(http, self._body_limit_s))
         for target in sorted(self._router.decode.usable(), key=lambda target: target.in_flight):
             try:
                 status, content_type, answer = await self._ask(target, http.method, http.path_qs, body, http)

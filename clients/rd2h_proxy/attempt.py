@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,7 +54,7 @@ class Attempt:
         self._feed: asyncio.Task[None] | None = None
         self._answer: EngineAnswer | None = None
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._stop_watching = lease.target.watch_loss(self._target_lost)
+        self._stop_watching: Callable[[], None] | None = lease.target.watch_loss(self._target_lost)
 
     async def __aenter__(self) -> Self:
         return self
@@ -142,7 +142,10 @@ class Attempt:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop_watching()
+        if self._stop_watching is not None:
+            self._stop_watching()
+            # It refers to us: the circle would keep the request, with its pictures, until the garbage collection.
+            self._stop_watching = None
         if self._answer is not None:
             self._answer.end(clean=error is None)
         if self._feed is not None:

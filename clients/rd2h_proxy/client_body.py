@@ -9,7 +9,7 @@ from aiohttp import web
 from rd2h_proxy.errors import ProxyError, RequestRefusedError
 
 
-async def read_body(http: web.Request, limit_s: float) -> bytes:
+async def read_body(http: web.Request, limit_s: float) -> bytearray:
     """The whole body, unpacked.
 
     Raises:
@@ -19,8 +19,18 @@ async def read_body(http: web.Request, limit_s: float) -> bytes:
     """
     try:
         async with asyncio.timeout(limit_s):
-            return await http.read()
+            return await _read(http)
     except TimeoutError:
         raise ProxyError(408, f"body: not complete within {limit_s:g} s") from None
     except web.RequestPayloadError as error:
         raise RequestRefusedError(f"body: cannot be read ({error})") from error
+
+
+async def _read(http: web.Request) -> bytearray:
+    """Like http.read(), which keeps what it read as long as the request lives: with pictures that is megabytes."""
+    body = bytearray()
+    async for chunk in http.content.iter_any():
+        body += chunk
+        if len(body) > http.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(max_size=http.client_max_size, actual_size=len(body))
+    return body

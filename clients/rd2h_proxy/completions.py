@@ -13,6 +13,7 @@ from rd2h_proxy.continued_answer import continued
 from rd2h_proxy.dispatcher import Dispatcher, Tried
 from rd2h_proxy.errors import ProxyError
 from rd2h_proxy.failure import AttemptError
+from rd2h_proxy.frames import forget_frames
 from rd2h_proxy.journal import Journal, RequestRecord
 from rd2h_proxy.openai_request import Api, parse_request
 from rd2h_proxy.phase import Phase
@@ -56,7 +57,8 @@ class CompletionHandler:
         except ProxyError as error:
             finish(record, Phase.FAILED, error.answer.status, str(error))
             return error_response(error.answer, base_id)
-        except (ClientGoneError, asyncio.CancelledError):
+        except (ClientGoneError, asyncio.CancelledError) as end:
+            forget_frames(end)
             finish(record, Phase.ABORTED, 0, "the client went away")
             raise
         except web.HTTPException as error:
@@ -69,8 +71,9 @@ class CompletionHandler:
         return response
 
     async def _serve(self, http: web.Request, api: Api, record: RequestRecord) -> web.StreamResponse:
-        raw = await read_body(http, self._guard.limit_s)
-        request = parse_request(api, raw, self._dispatcher.limits.max_children)
+        # The text is dropped as soon as it is parsed: a stream lives long, and pictures are large.
+        limits, limit_s = self._dispatcher.limits, self._guard.limit_s
+        request = parse_request(api, await read_body(http, limit_s), limits.max_children)
         record.children = request.expected_children
         tried = Tried()
         while True:
@@ -80,6 +83,7 @@ class CompletionHandler:
                     answer = await continued(self._dispatcher, running, http.headers, record)
                     return await relay(http, answer, record.request_id, self._guard)
             except AttemptError as failure:
+                forget_frames(failure)
                 tried.add(failure)
                 if not self._dispatcher.may_retry(failure, request, record, tried):
                     raise

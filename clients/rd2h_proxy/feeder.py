@@ -13,6 +13,7 @@ from rd2h_client.v1.rendezvous_pb2 import Child, Outcome, RendezvousEvent
 from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
+from rd2h_proxy.frames import forget_frames
 from rd2h_proxy.gathering import BadAdvertError, Gathering
 from rd2h_proxy.journal import RequestRecord
 from rd2h_proxy.judgement import judge
@@ -108,6 +109,8 @@ class Feeder:
             for task in leftovers:
                 task.cancel()
             await asyncio.gather(*leftovers, return_exceptions=True)
+            # A cancelled wave remembers frames that refer to us: see forget_frames.
+            self._waves.clear()
             if isinstance(events, Closable):
                 await events.aclose()
 
@@ -115,7 +118,8 @@ class Feeder:
         """Applies one event; False when the stream of events is over."""
         try:
             event = pending.result()
-        except StopAsyncIteration:
+        except StopAsyncIteration as end:
+            forget_frames(end)
             self.closed = True
             return False
         except META_TROUBLE as error:

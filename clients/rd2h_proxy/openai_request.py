@@ -78,7 +78,7 @@ class OpenAiRequest:
         return min(each, _OUTPUT_ESTIMATE_CAP_TOKENS) * self.expected_children
 
 
-def parse_request(api: Api, raw: bytes, max_children: int) -> OpenAiRequest:
+def parse_request(api: Api, raw: bytes | bytearray, max_children: int) -> OpenAiRequest:
     """Reads a client's body.
 
     Raises:
@@ -116,7 +116,7 @@ def parse_request(api: Api, raw: bytes, max_children: int) -> OpenAiRequest:
     )
 
 
-def _load_object(raw: bytes) -> JsonObject:
+def _load_object(raw: bytes | bytearray) -> JsonObject:
     try:
         body = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
