@@ -46,7 +46,7 @@ async def derender_choice(
     headers = leg_headers({}, "derender")
     try:
         async with session.post(
-            f"http://{address}{PATH}", data=encode(body), headers=headers, timeout=_TIMEOUT
+            f"http://{address}{PATH}", data=encode(body), headers=headers, timeout=_TIMEOUT, allow_redirects=False
         ) as response:
             answer = await read_bounded(response, MAX_ANSWER_BYTES)
             status = response.status

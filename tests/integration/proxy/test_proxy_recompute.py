@@ -136,6 +136,24 @@ async def test_tool_calls_are_exact(meta: str, after: int) -> None:
         assert parts.json() == whole.json()
 
 
+class Redirecting(LmDecode):
+    """Sends those who want a message made to another path."""
+
+    async def _derender(self, http: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": "/v1/models"})
+
+
+async def test_redirects_of_an_engine_are_not_followed(meta: str) -> None:
+    async with chain(meta, decode_type=Redirecting) as c:
+        assert isinstance(c.decode, Redirecting)
+        c.decode.give_back_after, c.decode.give_backs = 2, 1
+        body = {"messages": CHAT, "tools": TOOLS, "max_tokens": 12, "stream": True}
+        reply = await c.post(body, path_of(body))
+        assert "derender answered 302" in reply.events[-1]["error"]["message"]
+        assert c.decode.counts["models"] == 0
+        await c.settled()
+
+
 async def test_tool_calls_without_derender_are_a_clean_error(meta: str) -> None:
     async with lm_chain(meta) as (c, decode):
         decode.offers_derender = False
