@@ -226,7 +226,7 @@ class ContinuedStream:
     async def _parsed_rest(self, choice: Choice, last: Piece) -> list[bytes]:
         session, address = self._dispatcher.router.session, self._record.decode
         finish = last.finish_reason or "stop"
-        made = await derender_choice(session, address, self._running.request, choice, finish)
+        made = await derender_choice(session, address, self._running.request, choice, finish, self._headers)
         deltas = missing_deltas(choice, made.get("message") or {})
         return self._shape.delta_events(choice, deltas, made.get("finish_reason") or finish, last.stop_reason)
 

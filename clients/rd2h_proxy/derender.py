@@ -8,6 +8,7 @@ message it has not had.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,12 @@ _TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 
 
 async def derender_choice(
-    session: aiohttp.ClientSession, address: str, request: OpenAiRequest, choice: Choice, finish_reason: str
+    session: aiohttp.ClientSession,
+    address: str,
+    request: OpenAiRequest,
+    choice: Choice,
+    finish_reason: str,
+    client_headers: Mapping[str, str],
 ) -> JsonObject:
     """The choice object of a complete chat answer, made from all its tokens.
 
@@ -43,7 +49,7 @@ async def derender_choice(
         "prompt_token_ids": list(choice.prompt_ids),
         "chat_request": chat_request,
     }
-    headers = leg_headers({}, "derender")
+    headers = leg_headers(client_headers, "derender")
     try:
         async with session.post(
             f"http://{address}{PATH}", data=encode(body), headers=headers, timeout=_TIMEOUT, allow_redirects=False

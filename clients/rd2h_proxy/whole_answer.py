@@ -86,7 +86,7 @@ class _Finisher:
         else:
             session, address = self._dispatcher.router.session, self._record.decode
             finish = choice["finish_reason"] or "stop"
-            made = await derender_choice(session, address, self._request, state, finish)
+            made = await derender_choice(session, address, self._request, state, finish, self._headers)
             choice["message"] = made.get("message") or {}
             choice["finish_reason"] = made.get("finish_reason") or finish
         return len(state.generated_ids) - before

@@ -136,6 +136,28 @@ async def test_tool_calls_are_exact(meta: str, after: int) -> None:
         assert parts.json() == whole.json()
 
 
+class Guarded(LmDecode):
+    """Wants the client's key on every path, as an engine with --api-key."""
+
+    async def _derender(self, http: web.Request) -> web.Response:
+        if http.headers.get("Authorization") != "Bearer key":
+            return web.Response(status=401)
+        return await super()._derender(http)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_key_goes_with_every_request_of_a_continuation(meta: str, stream: bool) -> None:
+    async with chain(meta, decode_type=Guarded) as c:
+        assert isinstance(c.decode, Guarded)
+        c.decode.give_back_after, c.decode.give_backs = 2, 1
+        body = {"messages": CHAT, "tools": TOOLS, "max_tokens": 12, "stream": stream}
+        reply = await c.post(body, path_of(body), headers={"Authorization": "Bearer key"})
+        assert reply.status == 200, reply.body
+        assert b"error" not in reply.body, reply.body
+        assert {headers["Authorization"] for headers in c.decode.headers} == {"Bearer key"}
+        await c.settled()
+
+
 class Redirecting(LmDecode):
     """Sends those who want a message made to another path."""
 
