@@ -10,6 +10,8 @@ from typing import NamedTuple
 from rd2h_proxy.openai_request import JsonObject
 from rd2h_proxy.recompute_policy import RECOMPUTED
 
+# An index beyond this is nonsense, and must not make a list of that length.
+_MAX_TOOL_CALLS = 1024
 # Inside a JSON text quotes are escaped, so these names can only be keys.
 _ID_LISTS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[\d,\s]*\]')
 
@@ -117,7 +119,12 @@ class Choice:
             self._take_tool_call(part)
 
     def _take_tool_call(self, part: JsonObject) -> None:
-        index = part.get("index") or 0
+        index = part.get("index")
+        if index is None:
+            index = 0
+        if type(index) is not int or not 0 <= index < _MAX_TOOL_CALLS:
+            # The derendered message will show that the call is missing here.
+            return
         while len(self.tool_calls) <= index:
             self.tool_calls.append(ToolCall())
         function = part.get("function") or {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rd2h_proxy.token_account import TokenAccount, hide_token_ids, read_plain
+from rd2h_proxy.token_account import Choice, TokenAccount, hide_token_ids, read_plain
 
 NASTY = ['"token_ids":[1]', '"finish_reason":null', '"index":7,', '","token_ids":[9],"x":"', "\n\n", 'data: {"', "\\"]
 
@@ -69,3 +69,11 @@ def test_choices_keep_prompt_and_generated_ids() -> None:
     assert list(choice.prompt_ids) == [1, 2]
     assert list(choice.generated_ids) == [3, 4]
     assert choice.content == "a"
+
+
+@pytest.mark.parametrize("index", [-3, 10**6, "0", 1.5, True])
+def test_an_impossible_index_of_a_tool_call_takes_no_memory(index: object) -> None:
+    choice = Choice(0)
+    part = {"index": index, "function": {"name": "f", "arguments": "{}"}}
+    choice.take_delta({"delta": {"tool_calls": [part]}})
+    assert choice.tool_calls == []
