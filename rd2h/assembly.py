@@ -298,6 +298,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_load
             facts.sizes.tp_size,
             rank,
             round(config.peer_timeout_s * 1000),
+            joint_acks=True,
         ),
     )
     stats = TransferStats()

@@ -112,7 +112,7 @@ class PrefillProcess:
                 encode_layer_map(layout),
                 [layer.name for layer in layout.layers],
                 self._slots,
-                PeerInfo(WIRE_VERSION, self.generation, b"", 1, 0),
+                PeerInfo(WIRE_VERSION, self.generation, b"", 1, 0, joint_acks=True),
             ),
             PublisherOptions(cpus=cpus),
             self._acks,

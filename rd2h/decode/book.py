@@ -257,6 +257,10 @@ class PullBook:
         )
         if refused:
             refused = tuple(refusal for refusal in refused if any(refusal.token))
+        if len(layers) > 1 and connection.peer is not None and connection.peer.joint_acks:
+            head = layers[0].head
+            also = [(other.layer_idx, other.seq or 0) for other, _ in layers[1:]]
+            return Answer((encode_read_done(head.layer_idx, head.seq, refused, also),))
         return Answer(tuple([encode_read_done(head.layer_idx, head.seq, refused) for head, _ in layers]))
 
     # --- under the lock ---

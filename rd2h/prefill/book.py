@@ -293,6 +293,9 @@ class PublishBook:
         if isinstance(message, _ANSWERS):
             endpoint.heard(now)
             self._acknowledge(endpoint, message, now)
+            if isinstance(message, ReadDone):
+                for layer_idx, seq in message.also:
+                    self._acknowledge(endpoint, ReadDone(layer_idx, seq, message.refused), now)
             if endpoint.legacy:
                 self._flush(link)
         elif isinstance(message, Ping):

@@ -14,6 +14,7 @@ from rd2h.wire.messages import (
     LEGACY_ACK,
     MAX_BLOCK_ID,
     MAX_FRAME_BYTES,
+    MAX_JOINT_ACKS,
     MAX_REASON_CHARS,
     MAX_REQUESTS_PER_MESSAGE,
     TAG_MF_ACK,
@@ -92,7 +93,8 @@ def decode_from_decode(payload: bytes) -> FromDecode:
     if fields.tag == TAG_READ_DONE:
         seq = fields.unsigned(2, "sequence") if extended > 2 else None
         refused = _refusals(fields.list(3, "refusals")) if extended > 3 else ()
-        return ReadDone(fields.unsigned(1, "layer"), seq, refused)
+        also = _further_layers(fields.list(4, "further layers")) if extended > 4 else ()
+        return ReadDone(fields.unsigned(1, "layer"), seq, refused, also)
     if fields.tag == TAG_READ_FAILED:
         seq = fields.unsigned(3, "sequence") if extended > 3 else None
         return ReadFailed(fields.unsigned(1, "layer"), fields.text(2, "error", 1 << 20)[:MAX_REASON_CHARS], seq)
@@ -164,6 +166,18 @@ def block_ids(value: object, what: str) -> BlockIds:
     return array
 
 
+def _further_layers(rows: list[Any]) -> tuple[tuple[int, int], ...]:
+    if len(rows) > MAX_JOINT_ACKS:
+        raise WireError(f"{TAG_READ_DONE!r}: {len(rows)} further layers, at most {MAX_JOINT_ACKS} are allowed")
+    pairs = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2:
+            raise WireError(f"{TAG_READ_DONE!r}: a further layer must be (layer, sequence)")
+        pair = Fields(TAG_READ_DONE, row)
+        pairs.append((pair.unsigned(0, "layer"), pair.unsigned(1, "sequence")))
+    return tuple(pairs)
+
+
 def _refusals(rows: list[Any]) -> tuple[Refusal, ...]:
     refusals = []
     for row in rows:
@@ -205,4 +219,5 @@ def _peer_info(values: Mapping[object, object]) -> PeerInfo:
         tp_size,
         tp_rank,
         extension.unsigned("p_to") if "p_to" in values else 0,
+        "joint" in values and extension.unsigned("joint") > 0,
     )

@@ -42,6 +42,8 @@ def encode_mf_meta(session: str, encoded_layers: bytes, peer: PeerInfo | None) -
     }
     if peer.peer_timeout_ms:
         extension["p_to"] = peer.peer_timeout_ms
+    if peer.joint_acks:
+        extension["joint"] = 1
     return _pack((TAG_MF_META, session, encoded_layers, extension))
 
 
@@ -90,11 +92,14 @@ def encode_ready(
     return b"".join((b"\x9a", head, requests_raw, tail))
 
 
-def encode_read_done(layer_idx: int, seq: int | None, refused: Sequence[Refusal] = ()) -> bytes:
-    """``read_done``; ``seq`` None gives the two legacy positions."""
+def encode_read_done(
+    layer_idx: int, seq: int | None, refused: Sequence[Refusal] = (), also: Sequence[tuple[int, int]] = ()
+) -> bytes:
+    """``read_done``; ``seq`` None gives the two legacy positions. ``also`` only for a Prefill with ``joint_acks``."""
     if seq is None:
         return _pack((TAG_READ_DONE, layer_idx))
-    return _pack((TAG_READ_DONE, layer_idx, seq, [(r.token, r.reason) for r in refused]))
+    refusals = [(r.token, r.reason) for r in refused]
+    return _pack((TAG_READ_DONE, layer_idx, seq, refusals, also) if also else (TAG_READ_DONE, layer_idx, seq, refusals))
 
 
 def encode_read_failed(layer_idx: int, error: str, seq: int | None) -> bytes:

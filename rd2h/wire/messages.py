@@ -11,6 +11,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_NAME_CHARS = 1024
 MAX_REASON_CHARS = 2048
 MAX_REQUESTS_PER_MESSAGE = 16384
+MAX_JOINT_ACKS = 64
 MAX_BLOCK_ID = (1 << 31) - 1
 TOKEN_BYTES = 16
 
@@ -39,6 +40,8 @@ class PeerInfo:
     tp_rank: int
     peer_timeout_ms: int = 0
     """After how long a silence Prefill gives a Decode up; 0: it did not say."""
+    joint_acks: bool = False
+    """Prefill takes one ``read_done`` for several layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ class ReadDone(NamedTuple):
     layer_idx: int
     seq: int | None
     refused: tuple[Refusal, ...] = ()
+    also: tuple[tuple[int, int], ...] = ()
+    """(layer, sequence) of further layers that were read with this one, with the same refusals."""
 
 
 @dataclass(frozen=True, slots=True)

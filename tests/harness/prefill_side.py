@@ -41,7 +41,7 @@ class PrefillRank:
                 encode_layer_map(layout),
                 [layer.name for layer in layout.layers],
                 self.slots,
-                PeerInfo(WIRE_VERSION, generation, b"", tp_size, rank),
+                PeerInfo(WIRE_VERSION, generation, b"", tp_size, rank, joint_acks=True),
             ),
             options,
             self.stats,

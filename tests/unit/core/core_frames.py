@@ -10,6 +10,7 @@ import numpy as np
 
 from rd2h.wire import (
     MAX_BLOCK_ID,
+    MAX_JOINT_ACKS,
     MAX_NAME_CHARS,
     MAX_REASON_CHARS,
     MAX_REQUESTS_PER_MESSAGE,
@@ -245,8 +246,9 @@ def is_sane(message: FromPrefill | FromDecode) -> bool:
             return is_unsigned(generation) and is_unsigned(clock)
         case PrefillFailed(generation=generation, failures=failures):
             return is_unsigned(generation) and are_refusals(failures)
-        case ReadDone(layer_idx=layer, seq=seq, refused=refused):
-            return is_unsigned(layer) and (seq is None or is_unsigned(seq)) and are_refusals(refused)
+        case ReadDone(layer_idx=layer, seq=seq, refused=refused, also=also):
+            joint = len(also) <= MAX_JOINT_ACKS and all(len(pair) == 2 and all(map(is_unsigned, pair)) for pair in also)
+            return is_unsigned(layer) and (seq is None or is_unsigned(seq)) and are_refusals(refused) and joint
         case ReadFailed(layer_idx=layer, error=error, seq=seq):
             return is_unsigned(layer) and is_text(error, MAX_REASON_CHARS) and (seq is None or is_unsigned(seq))
         case StopSending(generation=generation, tokens=tokens):

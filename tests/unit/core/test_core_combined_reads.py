@@ -42,12 +42,13 @@ def layout(base: int, block_bytes: int) -> CacheLayout:
 class Pull:
     """One connection of one book, with one child of four blocks."""
 
-    def __init__(self, block_bytes: int = 64) -> None:
+    def __init__(self, block_bytes: int = 64, *, joint_acks: bool = False) -> None:
         self.local, self.source = layout(1 << 40, block_bytes), layout(1 << 30, block_bytes)
         options = PullerOptions("127.0.0.1", 0, GENERATION, b"", 1)
         self.book = PullBook(options, Destination(self.local, 0, 1, False), TransferStats())
         self.book.trust(frozenset({PREFILL}), 0.0)
-        meta = encode_mf_meta("session", encode_layer_map(self.source), PeerInfo(1, PREFILL, b"", 1, 0))
+        peer = PeerInfo(1, PREFILL, b"", 1, 0, joint_acks=joint_acks)
+        meta = encode_mf_meta("session", encode_layer_map(self.source), peer)
         connection, _ = self.book.accept(Received(PEER, meta, "127.0.0.1"), 0.0, 0)
         assert connection is not None
         self.connection: Connection = connection
@@ -100,6 +101,18 @@ def test_waiting_layers_are_one_read_and_one_answer_each() -> None:
     assert list(zip(*(column.tolist() for column in task.descriptors[:3]), strict=True)) == expected
     assert pull.finish(task) == [ReadDone(layer, 100 + layer) for layer in range(5)]
     assert pull.step() is None
+
+
+def test_a_prefill_that_can_take_it_gets_one_answer_for_all() -> None:
+    pull = Pull(joint_acks=True)
+    pull.ready(0)
+    assert pull.finish(pull.read()) == [ReadDone(0, 100)]
+    for layer in range(1, 5):
+        pull.ready(layer)
+    assert pull.finish(pull.read()) == [ReadDone(1, 101, (), ((2, 102), (3, 103), (4, 104)))]
+    for layer in range(5, 7):
+        pull.ready(layer)
+    assert len(pull.finish(pull.read(), ReadResult(5, "broken"))) == 2, "failures are told one by one"
 
 
 def test_the_end_in_a_combined_read_completes_the_child_once() -> None:

@@ -242,6 +242,15 @@ def test_out_of_range_in_the_most_usual_message(position: int, value: object) ->
             split(frame)
 
 
+@pytest.mark.parametrize(
+    "also", [None, {}, 1, [1], [[1]], [[1, 2, 3]], [[1, -1]], [[-1, 1]], [[True, 1]], [["1", 1]], [[1, 2]] * 65]
+)
+def test_malformed_further_layers_of_an_answer(also: object) -> None:
+    assert feed(decode_from_decode, msgpack.packb((b"read_done", 1, 2, [], [[1, 2]] * 64))) == "ReadDone"
+    with pytest.raises(WireError):
+        decode_from_decode(msgpack.packb((b"read_done", 1, 2, [], also)))
+
+
 @pytest.mark.parametrize("flag", [True, False])
 def test_a_boolean_is_not_a_number(flag: bool) -> None:
     for payload in (

@@ -74,6 +74,14 @@ def test_replies(layer: int, seq: int | None, error: str, refused: list[Refusal]
 
 
 @COMMON
+@given(u64, u64, refusals, st.lists(st.tuples(u64, u64), max_size=8))
+def test_joint_replies(layer: int, seq: int, refused: list[Refusal], also: list[tuple[int, int]]) -> None:
+    assert decode_from_decode(encode_read_done(layer, seq, refused, also)) == ReadDone(
+        layer, seq, tuple(refused), tuple(also)
+    )
+
+
+@COMMON
 @given(u64, refusals, st.lists(tokens, max_size=5))
 def test_notices(generation: int, failures: list[Refusal], stopped: list[bytes]) -> None:
     assert decode_from_prefill(encode_prefill_failed(generation, failures)) == PrefillFailed(

@@ -90,6 +90,10 @@ OTHERS: dict[str, tuple[FromPrefill | FromDecode, Callable[[], bytes]]] = {
         MfMeta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, peer_timeout_ms=20_000)),
         lambda: encode_mf_meta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, 20_000)),
     ),
+    "mf_meta_joint": (
+        MfMeta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, 20_000, joint_acks=True)),
+        lambda: encode_mf_meta("10.0.0.1:17001", b"\x80", PeerInfo(1, GEN_P, FINGERPRINT, 8, 5, 20_000, True)),
+    ),
     "ack": (LegacyAck(), lambda: b"ACK"),
     "mf_ack": (MfAck(1, GEN_D, 1234567890123456789), lambda: encode_mf_ack(GEN_D, 1234567890123456789)),
     "mf_ack_refused": (
@@ -98,6 +102,10 @@ OTHERS: dict[str, tuple[FromPrefill | FromDecode, Callable[[], bytes]]] = {
     ),
     "read_done": (ReadDone(17, None), lambda: encode_read_done(17, None)),
     "read_done_extended": (ReadDone(17, 300), lambda: encode_read_done(17, 300)),
+    "read_done_joint": (
+        ReadDone(17, 300, (), ((18, 301), (19, 302))),
+        lambda: encode_read_done(17, 300, (), [(18, 301), (19, 302)]),
+    ),
     "read_done_refused": (
         ReadDone(17, 301, (Refusal(T0, "aborted"), Refusal(T1, "no such request is waiting here"))),
         lambda: encode_read_done(17, 301, [Refusal(T0, "aborted"), Refusal(T1, "no such request is waiting here")]),
