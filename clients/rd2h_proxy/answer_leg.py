@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -12,6 +14,8 @@ from rd2h_proxy.engine_http import MAX_ERROR_BYTES, AnswerTooLargeError, read_bo
 from rd2h_proxy.errors import JSON_TYPE
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure, refused_by_engine
 from rd2h_proxy.sse import SseOverflowError, SseReader, event_data
+
+log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 64 << 20
 # The first event of a long prompt may carry all its token ids.
@@ -69,6 +73,20 @@ class EngineAnswer:
             self.response.release()
         else:
             self.response.close()
+
+
+@contextmanager
+def reading(answer: EngineAnswer) -> Iterator[None]:
+    """For code that takes an answer's JSON apart: what an engine would never send becomes the engine's failure.
+
+    Raises:
+        AttemptError: a part is missing, or of another kind.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        log.warning("%s engine %s sent nonsense", answer.blame.value, answer.address, exc_info=error)
+        raise engine_failure(answer.blame, answer.address, f"sent nonsense: {describe(error)}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -143,7 +161,7 @@ def _refuse_error_event(data: bytes, response: aiohttp.ClientResponse, blame: Bl
         return
     try:
         event = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise engine_failure(blame, address, f"first event is not JSON: {error}") from error
     if not isinstance(event, dict) or "error" not in event or event["error"] is None:
         return

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from rd2h_proxy.answer_leg import MAX_EVENT_BYTES
+from rd2h_proxy.answer_leg import MAX_EVENT_BYTES, reading
 from rd2h_proxy.dispatcher import Dispatcher, Running, Tried
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
@@ -157,17 +157,26 @@ class Continuation:
                 except SseOverflowError as error:
                     raise engine_failure(answer.blame, answer.address, str(error)) from error
                 for event in events:
-                    message = _message(event)
+                    with reading(answer):
+                        message = _message(event)
                     if message is None:
                         continue
                     if "error" in message:
                         raise AttemptError(
                             ErrorAnswer(502, json.dumps(message).encode()), "error event", answer.blame, answer.address
                         )
-                    for choice in message.get("choices") or ():
-                        self._check_prompt(choice, answer.address)
-                        yield _piece(choice, first)
+                    with reading(answer):
+                        pieces = self._pieces_of(message, answer.address, first)
+                    for piece in pieces:
+                        yield piece
                         first = False
+
+    def _pieces_of(self, message: JsonObject, address: str, first: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        for choice in message.get("choices") or ():
+            self._check_prompt(choice, address)
+            pieces.append(_piece(choice, first and not pieces))
+        return pieces
 
     def _check_prompt(self, choice: JsonObject, address: str) -> None:
         """An engine that shortened or changed the prompt would continue something else."""
@@ -221,9 +230,13 @@ def _message(event: bytes) -> JsonObject | None:
 
 
 def _piece(choice: JsonObject, first: bool) -> Piece:
+    text = choice.get("text") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"text: {type(text).__name__} given, a text is expected")
     return Piece(
-        text=choice.get("text") or "",
-        token_ids=choice.get("token_ids") or [],
+        text=text,
+        # The array refuses what cannot be a token id.
+        token_ids=list(array("I", choice.get("token_ids") or ())),
         logprobs=choice.get("logprobs"),
         finish_reason=choice.get("finish_reason"),
         stop_reason=choice.get("stop_reason"),

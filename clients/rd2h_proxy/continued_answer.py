@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from rd2h_proxy.answer_leg import MAX_EVENT_BYTES, EngineAnswer
+from rd2h_proxy.answer_leg import MAX_EVENT_BYTES, EngineAnswer, reading
 from rd2h_proxy.continuation import Continuation, Piece, cannot
 from rd2h_proxy.derender import derender_choice, missing_deltas
 from rd2h_proxy.dispatcher import Dispatcher, Running
@@ -153,7 +153,8 @@ class ContinuedStream:
             events = self._reader.feed(chunk)
         except SseOverflowError as error:
             raise engine_failure(self._answer.blame, self._answer.address, str(error)) from error
-        return b"".join(map(self._pass_event, events))
+        with reading(self._answer):
+            return b"".join(map(self._pass_event, events))
 
     def _pass_event(self, event: bytes) -> bytes:
         data = event_data(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from rd2h_proxy.continuation import Piece
@@ -12,12 +13,24 @@ from rd2h_proxy.recompute_policy import RECOMPUTED
 from rd2h_proxy.sse import event_data
 from rd2h_proxy.token_account import Choice, hide_token_ids
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FRAME = ("id", "object", "created", "model")
 
 
 def sse(message: JsonObject) -> bytes:
     """One event, in the compact form that vLLM writes."""
-    return b"data: " + json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + compact(message) + b"\n\n"
+
+
+def compact(message: JsonObject) -> bytes:
+    """The JSON text in the compact form that vLLM writes."""
+    text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
+    # Half of a surrogate pair can come as an escape only; it stays the client's to make sense of.
+    return (text if text.isascii() else _escaped_surrogates(text)).encode()
+
+
+def _escaped_surrogates(text: str) -> str:
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class StreamShape:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import aclosing
 
+from rd2h_proxy.answer_leg import reading
 from rd2h_proxy.continuation import Continuation
 from rd2h_proxy.derender import derender_choice
 from rd2h_proxy.dispatcher import Dispatcher, Running
@@ -14,7 +15,7 @@ from rd2h_proxy.journal import RequestRecord
 from rd2h_proxy.logprobs import as_chat, merged, shifted
 from rd2h_proxy.openai_request import Api, JsonObject
 from rd2h_proxy.recompute_policy import RECOMPUTED
-from rd2h_proxy.stream_shape import added_usage
+from rd2h_proxy.stream_shape import added_usage, compact
 from rd2h_proxy.token_account import Choice, TokenAccount, hide_token_ids
 
 
@@ -29,10 +30,11 @@ async def finish_whole(
     raw = running.answer.head
     if b"recomputed" not in raw:
         return raw if running.request.shows_token_ids else hide_token_ids(raw)
-    answer = json.loads(raw)
     account = TokenAccount()
-    account.take_answer(answer)
-    given_back = [choice for choice in answer["choices"] if choice.get("stop_reason") == RECOMPUTED]
+    with reading(running.answer):
+        answer = json.loads(raw)
+        account.take_answer(answer)
+        given_back = [choice for choice in answer["choices"] if choice.get("stop_reason") == RECOMPUTED]
     running.lease.release()
     finisher = _Finisher(dispatcher, running, client_headers, record)
     tasks = [
@@ -46,7 +48,7 @@ async def finish_whole(
         await asyncio.gather(*tasks, return_exceptions=True)
     if isinstance(answer.get("usage"), dict):
         answer["usage"] = added_usage(answer["usage"], added)
-    made = json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+    made = compact(answer)
     return made if running.request.shows_token_ids else hide_token_ids(made)
 
 
