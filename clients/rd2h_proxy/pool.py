@@ -235,9 +235,11 @@ class EnginePool:
         if not self._waiters:
             return
         targets = [*self._targets.values(), *(self._depends_on.targets if self._depends_on is not None else ())]
-        wakes = [at for target in targets if (at := target.breaker.wakes_at()) is not None]
+        now = self.now()
+        # One whose pause is over keeps nobody waiting any more; what does, is announced.
+        wakes = [at for target in targets if (at := target.breaker.wakes_at()) is not None and at > now]
         if wakes:
-            delay_s = max(0.05, min(wakes) - self.now())
+            delay_s = max(0.05, min(wakes) - now)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.wake)
 
     def _has_free_target(self) -> bool:

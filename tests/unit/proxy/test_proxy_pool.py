@@ -195,3 +195,32 @@ async def test_only_the_trial_itself_gives_its_place_to_the_next_trial() -> None
     assert not pool.usable(), "one request tries, not two"
     trial.release()
     assert pool.usable()
+
+
+async def test_a_breaker_whose_pause_is_over_wakes_nobody_again_and_again() -> None:
+    clock = Clock()
+    prefill = EnginePool(Role.PREFILL, 10, clock)
+    decode = EnginePool(Role.DECODE, 10, clock, depends_on=prefill)
+    target = Target(Role.PREFILL, "p:1", 5, static=True)
+    prefill.add(target)
+    decode.add(Target(Role.DECODE, "d:1", 5, static=True))
+    for _ in range(3):
+        target.breaker.failed(clock.now)
+    target.probe = ProbeState.DOWN
+    asked = 0
+
+    def fits(_target: Target) -> bool:
+        nonlocal asked
+        asked += 1
+        return bool(prefill.usable())
+
+    waiter = asyncio.create_task(decode.acquire(1, 5, fits))
+    await asyncio.sleep(0)
+    clock.now += 60
+    decode.wake()
+    asked = 0
+    await asyncio.sleep(0.2)  # long enough for four rounds, were there any
+    assert asked == 0
+    target.probe = ProbeState.UP
+    prefill.wake()
+    (await waiter).release()
