@@ -46,7 +46,9 @@ class EngineWatch:
         """When `give_up_absent` is due, on the monotonic clock."""
 
     def request(self) -> pb.WatchEnginesRequest:
-        """Return the request that resumes this watch, or starts it."""
+        """Return the request of a new stream, which resumes this watch or starts it."""
+        # Half a snapshot of the stream before: the new one tells all of it again, and what may have gone is not in it.
+        self._snapshot = []
         return pb.WatchEnginesRequest(
             role=self._role,
             after_revision=self._revision if self._service_id else 0,
@@ -56,7 +58,6 @@ class EngineWatch:
     def list_again(self) -> None:
         """Forget the revision; what is known stays known."""
         self._revision = 0
-        self._snapshot = []
 
     def receive(self, message: pb.WatchEnginesResponse, now_s: float) -> EngineBatch | None:
         """Take over a message; return what to pass on, if anything."""
