@@ -18,6 +18,9 @@ from rd2h_client.v1 import engine_registry_pb2 as pb
 
 logger = logging.getLogger("rd2h.client")
 
+_SHORTEST_PAUSE_S = 0.1
+"""Between two renewals, whatever lease time a service grants; ours grants a second at least."""
+
 _ABOUT_THE_ENGINE = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -170,7 +173,7 @@ class Registration:
 
     def _renew_delay_s(self) -> float:
         # Jitter keeps many engines from renewing in step after a restart of the service.
-        return self._ttl_s / 3 * random.uniform(0.8, 1.0)
+        return max(_SHORTEST_PAUSE_S, self._ttl_s / 3 * random.uniform(0.8, 1.0))
 
     async def _renew(self) -> None:
         if self._poll is not None:

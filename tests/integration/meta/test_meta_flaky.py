@@ -30,6 +30,7 @@ class Flaky(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.errors: dict[str, deque[grpc.StatusCode]] = {}
         self.calls: dict[str, int] = {}
+        self.ttl_ms = 300
 
     async def _enter(self, method: str, context: Any) -> None:
         self.calls[method] = self.calls.get(method, 0) + 1
@@ -38,11 +39,11 @@ class Flaky(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
 
     async def Register(self, request: er.RegisterRequest, context: Any) -> er.RegisterResponse:  # noqa: N802
         await self._enter("Register", context)
-        return er.RegisterResponse(lease_id="lease", ttl_ms=300, service_id="flaky")
+        return er.RegisterResponse(lease_id="lease", ttl_ms=self.ttl_ms, service_id="flaky")
 
     async def KeepAlive(self, request: er.KeepAliveRequest, context: Any) -> er.KeepAliveResponse:  # noqa: N802
         await self._enter("KeepAlive", context)
-        return er.KeepAliveResponse(ttl_ms=300)
+        return er.KeepAliveResponse(ttl_ms=self.ttl_ms)
 
     async def Deregister(self, request: er.DeregisterRequest, context: Any) -> er.DeregisterResponse:  # noqa: N802
         await self._enter("Deregister", context)
@@ -134,3 +135,11 @@ async def test_a_background_client_follows_the_registry_again(code: grpc.StatusC
             await until(lambda: client.generation_of("p0") == 7)
         finally:
             assert await asyncio.to_thread(client.stop, 5.0)
+
+
+async def test_a_lease_without_a_time_is_not_renewed_without_a_pause() -> None:
+    async with flaky_service() as (service, target), MetaClient(target) as client:
+        service.ttl_ms = 0
+        await client.register(engine())
+        await asyncio.sleep(0.5)
+        assert service.calls.get("KeepAlive", 0) <= 6
