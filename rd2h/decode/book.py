@@ -9,18 +9,17 @@ import threading
 from collections.abc import Sequence
 
 from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
-from rd2h.decode.chunks import Chunk, Shares
-from rd2h.decode.connection import MAX_JOBS, Connection, Job
+from rd2h.decode.chunks import Chunk
+from rd2h.decode.connection import MAX_JOBS, MAX_RUNNING, Connection, Job
 from rd2h.decode.destination import Destination
 from rd2h.decode.handshake import contributor_of
 from rd2h.decode.options import PullerOptions
+from rd2h.decode.planner import ReadPlanner
 from rd2h.decode.router import Received
-from rd2h.decode.steps import Answer, LayerRead, ReadTask
-from rd2h.engines import ReadResult
+from rd2h.decode.steps import Answer, ReadEnd, ReadTask
 from rd2h.errors import LayoutError, RequestError, TopologyError, WireError
 from rd2h.layout import decode_layer_map
 from rd2h.lease import ReadLease
-from rd2h.plan import Descriptors, LayerPair
 from rd2h.stats import TransferStats, failures_of
 from rd2h.wire import (
     LEGACY_ACK,
@@ -28,7 +27,6 @@ from rd2h.wire import (
     Ping,
     Pong,
     PrefillFailed,
-    ReadRequest,
     ReadyHead,
     decode_from_prefill,
     encode_mf_ack,
@@ -40,10 +38,6 @@ from rd2h.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1024
-COMBINED_BYTES = 32 << 20
-COMBINED_LAYERS = 8
-"""Small layers of a chunk that wait together are read together, which delays the first acknowledgement: by about a
-millisecond at most."""
 
 
 class PullBook:
@@ -51,11 +45,10 @@ class PullBook:
 
     def __init__(self, options: PullerOptions, destination: Destination, stats: TransferStats) -> None:
         self._options, self._destination, self._stats = options, destination, stats
-        self._index_of = destination.layout.index_of()
         self._lock = threading.Lock()
         self._table = ChildTable(options.idle_timeout_s)
+        self._planner = ReadPlanner(options, destination, self._table)
         self._parked: dict[bytes, float] = {}
-        self._trusted: frozenset[int] = frozenset()
         self._closed = False
         self._strangers: set[str] = set()
         """Addresses without a connection that have sent a malformed frame, which is logged once."""
@@ -73,7 +66,7 @@ class PullBook:
     def trust(self, generations: frozenset[int], now_s: float) -> list[Connection]:
         """Prefill generations that may be read from; requests of a generation that has gone fail."""
         with self._lock:
-            gone, self._trusted = self._trusted - generations, generations
+            gone, self._planner.trusted = self._planner.trusted - generations, generations
             for connection in self.connections.values():
                 if connection.peer is not None and connection.peer.generation in gone:
                     self._fail_source(connection, "its Prefill generation is no longer registered", now_s)
@@ -188,28 +181,56 @@ class PullBook:
 
     # --- from the reading threads ---
 
-    def next_step(self, connection: Connection, now_s: float) -> ReadTask | Answer | None:
-        """The next thing to do for a connection; None when it has nothing to do now (and is no longer busy)."""
+    def next_step(self, connection: Connection, now_s: float, now_ns: int) -> ReadTask | Answer | None:
+        """The next thing to do for a connection by the thread that has its turn; None when the turn is over.
+
+        After a ``ReadTask`` with the turn kept ``finish_read`` must follow, else ``read_returned``.
+        """
         with self._lock:
-            if self._closed or not connection.jobs:
+            running = connection.running
+            if running and (ended := running[0].ended) is not None:
+                return self._finish(connection, running.popleft().task, ended, now_s, now_ns)
+            if self._closed or connection.parked or not connection.jobs or len(running) == MAX_RUNNING:
                 connection.busy = False
                 return None
             job = connection.jobs[0]
+            due_s = job.arrived_s + self._options.park_timeout_s
+            refusal = ""
+            if isinstance(job.message, ReadyHead):
+                try:
+                    task = self._planner.task(connection, job.message, now_s >= due_s)
+                except (WireError, LayoutError, RequestError) as error:
+                    task, refusal = None, str(error)
+                if task is not None:
+                    return task
+                if not refusal:
+                    connection.busy, connection.parked = False, True
+                    self._parked[connection.identity] = due_s
+                    self._stats.add(messages_parked=1)
+                    return None
+            if running:
+                connection.busy = False  # answered in order: after these reads
+                return None
+            connection.jobs.popleft()
             if isinstance(job.message, MfMeta):
-                connection.jobs.popleft()
                 return self._metadata(connection, job.message)
-            head, due_s = job.message, job.arrived_s + self._options.park_timeout_s
-            try:
-                layer = self._ready(connection, head, now_s >= due_s)
-                if layer is not None:
-                    return self._task(connection, head, layer)
-            except (WireError, LayoutError, RequestError) as error:
-                connection.jobs.popleft()
-                return self._refuse(connection, head, str(error), now_s)
-            connection.busy, connection.parked = False, True
-            self._parked[connection.identity] = due_s
-            self._stats.add(messages_parked=1)
-            return None
+            return self._refuse(connection, job.message, refusal, now_s)
+
+    def read_returned(self, connection: Connection, task: ReadTask, ended: ReadEnd) -> bool:
+        """A read that ran without the turn has returned; whether the caller has the turn now and must go on."""
+        with self._lock:
+            for read in connection.running:
+                if read.task is task:
+                    read.ended = ended
+            if connection.busy:
+                return False  # who has the turn finds it
+            connection.busy = True
+            return True
+
+    def finish_read(self, connection: Connection, task: ReadTask, ended: ReadEnd, now_s: float, now_ns: int) -> Answer:
+        """A read that ran with the turn has returned; what Prefill hears."""
+        with self._lock:
+            return self._finish(connection, task, ended, now_s, now_ns)
 
     def session_opened(self, connection: Connection, now_ns: int, error: str) -> Answer:
         """Answer to metadata, now that the engine knows the session (or refuses it)."""
@@ -221,33 +242,45 @@ class PullBook:
                 return Answer(() if error else (LEGACY_ACK,))
             return Answer((encode_mf_ack(self._options.generation, now_ns, error),))
 
-    def finish_read(
-        self, connection: Connection, task: ReadTask, result: ReadResult, seconds: float, now_s: float, now_ns: int
-    ) -> Answer:
-        """A read has returned: may its bytes be used, what is complete, what does Prefill hear."""
-        chunk, layers = task.chunk, task.layers
-        with self._lock:
-            error = ""
-            if not result.ok:
-                error = result.message or f"read failed with code {result.code}"
-                reason = f"reading {layers[0].head.layer_name!r}: {error}"
-                self._fail_pieces(chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
-            elif not (task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)):
-                error = "the read lease had run out: Prefill may have reused what was read"
-                self._fail_pieces(chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
-            else:
-                chunk.started = True
-                for layer in layers:
-                    for token, hole in chunk.layer_read(layer.layer_idx):
-                        self._table.fail(token, hole, now_s, kind=FailureKind.INCOMPLETE)
-            self._table.end_read(task.read_id, now_s)
-            if not error:
-                for head, _ in layers:
-                    if head.done_ids:
-                        self._contributors_done(connection, head, now_s)
+    # --- under the lock ---
+
+    def _enqueue(
+        self, connection: Connection, message: MfMeta | ReadyHead, now_s: float
+    ) -> tuple[Connection | None, Answer | None]:
+        connection.heard_s, connection.silent = now_s, False
+        if len(connection.jobs) >= MAX_JOBS:
+            self._stats.add(messages_refused=1)
+            self._forget(connection, f"Prefill queued more than {MAX_JOBS} messages", now_s)
+            return None, None
+        connection.jobs.append(Job(message, now_s))
+        if connection.busy or connection.parked or len(connection.running) == MAX_RUNNING:
+            return None, None
+        connection.busy = True
+        return connection, None
+
+    def _finish(self, connection: Connection, task: ReadTask, ended: ReadEnd, now_s: float, now_ns: int) -> Answer:
+        """May the bytes be used, what is complete, what does Prefill hear."""
+        chunk, layers, (result, seconds) = task.chunk, task.layers, ended
+        connection.read_s = seconds
+        error = ""
+        if not result.ok:
+            error = result.message or f"read failed with code {result.code}"
+            reason = f"reading {layers[0].head.layer_name!r}: {error}"
+            self._fail_pieces(chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
+        elif not (task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)):
+            error = "the read lease had run out: Prefill may have reused what was read"
+            self._fail_pieces(chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
+        else:
+            for layer in layers:
+                for token, hole in chunk.layer_read(layer.layer_idx):
+                    self._table.fail(token, hole, now_s, kind=FailureKind.INCOMPLETE)
+        self._table.end_read(task.read_id, now_s)
         if error:
             self._stats.add(read_errors=int(not result.ok), reads_expired=int(result.ok), read_seconds=seconds)
             return Answer(tuple([encode_read_failed(head.layer_idx, error, head.seq) for head, _ in layers]))
+        for head, _ in layers:
+            if head.done_ids:
+                self._contributors_done(connection, head, now_s)
         refused = chunk.refused
         self._stats.add(
             layers_read=len(layers),
@@ -263,22 +296,6 @@ class PullBook:
             return Answer((encode_read_done(head.layer_idx, head.seq, refused, also),))
         return Answer(tuple([encode_read_done(head.layer_idx, head.seq, refused) for head, _ in layers]))
 
-    # --- under the lock ---
-
-    def _enqueue(
-        self, connection: Connection, message: MfMeta | ReadyHead, now_s: float
-    ) -> tuple[Connection | None, Answer | None]:
-        connection.heard_s, connection.silent = now_s, False
-        if len(connection.jobs) >= MAX_JOBS:
-            self._stats.add(messages_refused=1)
-            self._forget(connection, f"Prefill queued more than {MAX_JOBS} messages", now_s)
-            return None, None
-        connection.jobs.append(Job(message, now_s))
-        if connection.busy or connection.parked:
-            return None, None
-        connection.busy = True
-        return connection, None
-
     def _forget(self, connection: Connection, reason: str, now_s: float) -> None:
         del self.connections[connection.identity]
         self._parked.pop(connection.identity, None)
@@ -288,7 +305,7 @@ class PullBook:
     def _admit(self, received: Received, now_s: float) -> Connection | None:
         if len(self.connections) >= self._options.max_connections:
             # Whoever opens many connections must not push out one that feeds a child.
-            idle = (c for c in self.connections.values() if not (c.busy or c.jobs))
+            idle = (c for c in self.connections.values() if not (c.busy or c.jobs or c.running))
             for candidate in sorted(idle, key=lambda c: c.heard_s):
                 if not self._table.feeds(candidate):
                     self._forget(candidate, "too many Prefill connections", now_s)
@@ -305,8 +322,10 @@ class PullBook:
         for identity in identities:
             del self._parked[identity]
             connection = self.connections[identity]
-            connection.parked, connection.busy = False, True
-            freed.append(connection)
+            connection.parked = False
+            if not connection.busy:
+                connection.busy = True
+                freed.append(connection)
         return freed
 
     def _metadata(self, connection: Connection, meta: MfMeta) -> Answer:
@@ -326,78 +345,6 @@ class PullBook:
         logger.warning("rd2h: refused Prefill at %s: %s", connection.address, error)
         return Answer(() if meta.peer is None else (encode_mf_ack(self._options.generation, 0, error),))
 
-    def _ready(self, connection: Connection, head: ReadyHead, last_chance: bool) -> tuple[Chunk, int, LayerPair] | None:
-        """A layer that may be read now, or None to wait for what is not known yet. Raises for what is refused whole."""
-        if connection.session is None:
-            raise RequestError("the metadata of this connection was refused")
-        peer = connection.peer
-        if peer is None:
-            if head.ratio != 1:
-                raise RequestError(f"a legacy Prefill must have ratio 1, not {head.ratio}")
-        else:
-            if head.generation != self._options.generation or head.seq is None:
-                raise RequestError(f"meant for Decode generation {head.generation}, this is {self._options.generation}")
-            if (head.member, head.ratio) != connection.contributor:
-                raise RequestError(f"member {head.member} of {head.ratio} does not fit Prefill rank {peer.tp_rank}")
-            if self._options.require_registered and peer.generation not in self._trusted:
-                if not last_chance:
-                    return None
-                raise RequestError(f"Prefill generation {peer.generation} is not registered with the meta service")
-        layer_idx, pair = connection.layer(head, self._destination.layout, self._index_of)
-        chunk = connection.chunk(head, layer_idx, self._shares, self._destination.layout)
-        chunk.resolve(self._table, self._token_of)
-        if chunk.unknown and not chunk.started:
-            if not last_chance:
-                return None
-            for token in chunk.unknown:
-                if token is not None:
-                    self._table.refuse(token, "its destination was not known in time")
-        return chunk, layer_idx, pair
-
-    def _task(self, connection: Connection, head: ReadyHead, layer: tuple[Chunk, int, LayerPair]) -> ReadTask:
-        """The read of a layer, and of those of its chunk that wait behind it, while they are small."""
-        chunk, layer_idx, pair = layer
-        plan, session = chunk.plan, connection.session
-        if plan is None or session is None:
-            raise RequestError("the chunk has no plan")
-        connection.jobs.popleft()
-        layers, descriptors = [LayerRead(head, layer_idx)], plan.of_pair(pair)
-        if connection.jobs and 2 * descriptors.nbytes <= COMBINED_BYTES:
-            descriptors = self._combine(connection, chunk, layers, descriptors)
-        return ReadTask(layers, chunk, session, descriptors, self._table.begin_read(chunk.tokens))
-
-    def _combine(
-        self, connection: Connection, chunk: Chunk, layers: list[LayerRead], first: Descriptors
-    ) -> Descriptors:
-        """Take waiting messages that may be read together with ``first``; ``layers`` grows by them."""
-        jobs, plan = connection.jobs, chunk.plan
-        parts, nbytes = [first], first.nbytes
-        while jobs and plan is not None and len(parts) < COMBINED_LAYERS:
-            head = jobs[0].message
-            if not isinstance(head, ReadyHead) or head.requests_raw is not chunk.key[0]:
-                break
-            try:
-                layer = self._ready(connection, head, False)
-            except (WireError, LayoutError, RequestError):
-                break  # it is refused when its turn comes
-            if layer is None or layer[0] is not chunk or any(layer[1] == taken.layer_idx for taken in layers):
-                break
-            part = plan.of_pair(layer[2])
-            nbytes += part.nbytes
-            if nbytes > COMBINED_BYTES:
-                break
-            jobs.popleft()
-            parts.append(part)
-            layers.append(LayerRead(head, layer[1]))
-        return Descriptors.joined(parts)
-
-    def _shares(self, head: ReadyHead) -> Shares:
-        destination = self._destination
-        return Shares(destination.d_rank, destination.d_tp, destination.split_main, head.member, head.ratio)
-
-    def _token_of(self, request: ReadRequest) -> bytes | None:
-        return request.token or self._table.token_of_external(request.request_id)
-
     def _contributors_done(self, connection: Connection, head: ReadyHead, now_s: float) -> None:
         if connection.peer is not None:
             tokens: Sequence[bytes | None] = head.done_tokens
@@ -415,9 +362,9 @@ class PullBook:
             connection.complained = True
             logger.warning("rd2h: refused a layer of Prefill at %s: %s", connection.address, error)
         try:
-            chunk = connection.chunk(head, None, self._shares, self._destination.layout)
+            chunk = connection.chunk(head, None, self._planner.shares, self._destination.layout)
             for request in chunk.requests:
-                token = self._token_of(request)
+                token = self._planner.token_of(request)
                 child = self._table.get(token) if token is not None else None
                 # The token proves that the sender reads our adverts; a contributor that is bound elsewhere stays so.
                 if child is not None and child.sources.get(head.member, connection) is connection:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rd2h.decode.chunks import Chunk, ChunkKey, Shares
+from rd2h.decode.steps import RunningRead
 from rd2h.errors import LayoutError, RequestError
 from rd2h.layout import CacheLayout, LayerLayout, check_source
 from rd2h.lease import ReadLease
@@ -14,6 +15,8 @@ from rd2h.wire import MfMeta, PeerInfo, ReadyHead, ReadySplitter, decode_read_re
 
 MAX_JOBS = 65536
 RECENT_CHUNKS = 4
+MAX_RUNNING = 2
+"""Reads of one connection that run at the same time."""
 LayerVerdict = tuple[int, LayerPair] | str
 
 
@@ -26,7 +29,9 @@ class Job(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """State of one ZMQ identity. Messages of a connection are handled in order, by one thread at a time (``busy``)."""
+    """State of one ZMQ identity. Its messages are begun and answered in order, by the thread that has its turn
+    (``busy``). Reads of ``running`` go on without the turn, and are finished in their order with it.
+    """
 
     identity: bytes
     address: str
@@ -39,6 +44,9 @@ class Connection:
     contributor: tuple[int, int] | None = None
     """(member, ratio) that follows from an extended peer's rank."""
     jobs: deque[Job] = field(default_factory=deque)
+    running: deque[RunningRead] = field(default_factory=deque)
+    read_s: float = 0.0
+    """Time of the last read."""
     busy: bool = False
     parked: bool = False
     complained: bool = False

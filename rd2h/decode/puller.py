@@ -2,9 +2,9 @@
 
 ``read_threads + 1`` equal threads take messages in and serve them: the thread that receives a message also reads and
 answers, so nothing is handed over on the way. At most ``read_threads`` of them serve at a time, so one is always left
-to receive, however long reads take; and a connection is served by one thread at a time, in order. A keeper thread
-sends heartbeats and watches over time limits. ``PullBook`` holds all shared state under one lock that is never held
-during a read or a send.
+to receive, however long reads take; and a connection's messages are begun and answered by one thread at a time, in
+order, while up to two of its reads run. A keeper thread sends heartbeats and watches over time limits. ``PullBook``
+holds all shared state under one lock that is never held during a read or a send.
 
 Bounds: ``max_connections`` connections (the longest silent one that feeds no child gives way), ``MAX_JOBS`` queued
 messages a connection, ``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not
@@ -24,7 +24,7 @@ from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import SharedRouter
 from rd2h.decode.service import ServiceQueue
-from rd2h.decode.steps import Answer, ReadTask
+from rd2h.decode.steps import Answer, ReadEnd, ReadTask, Turn
 from rd2h.engines import READ_OK, ReadCode, ReadResult, TransferEngine
 from rd2h.errors import EngineError
 from rd2h.stats import TransferStats
@@ -170,14 +170,21 @@ class Puller:
     def _serve(self, connection: Connection) -> None:
         """Handle messages of one connection until none is left, or the next must wait, or other connections wait."""
         book = self._book
-        while (step := book.next_step(connection, _now_s())) is not None:
+        while (step := book.next_step(connection, _now_s(), _now_ns())) is not None:
             if self._router.unattended:
                 self._router.wake()  # this step may take long
             if isinstance(step, ReadTask):
+                if step.turn is Turn.PASSED_ON:
+                    self._queue.put(connection)
+                    self._router.wake()
                 begin_s = time.perf_counter()
                 result = self._read(step)
-                seconds = time.perf_counter() - begin_s
-                answer = book.finish_read(connection, step, result, seconds, _now_s(), _now_ns())
+                ended = ReadEnd(result, time.perf_counter() - begin_s)
+                if step.turn is not Turn.KEPT:
+                    if book.read_returned(connection, step, ended):
+                        continue
+                    return
+                answer = book.finish_read(connection, step, ended, _now_s(), _now_ns())
             elif step.open_session is not None:
                 answer = self._open(connection, step)
             else:

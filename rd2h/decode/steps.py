@@ -1,9 +1,11 @@
 """What a serving thread is told to do next for a connection."""
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from rd2h.decode.chunks import Chunk
+from rd2h.engines import ReadResult
 from rd2h.plan import Descriptors
 from rd2h.wire import ReadyHead
 
@@ -15,6 +17,17 @@ class Answer(NamedTuple):
     open_session: str | None = None
 
 
+class Turn(Enum):
+    """Who may go on with a connection's messages while one of its reads runs."""
+
+    KEPT = "kept"
+    """Only the reading thread, after the read."""
+    GIVEN_UP = "given_up"
+    """Whoever takes in its next message, or the reading thread after the read."""
+    PASSED_ON = "passed_on"
+    """Messages wait: another thread, to which the connection must be given before the read begins."""
+
+
 class LayerRead(NamedTuple):
     """One layer of a read, as Prefill named it and by its position here."""
 
@@ -23,13 +36,14 @@ class LayerRead(NamedTuple):
 
 
 class ReadTask(NamedTuple):
-    """One batched read that may start now, of one layer or a few of the same chunk; ``finish_read`` must follow."""
+    """One batched read that may start now, of a layer or a few of a chunk; its end must be told to the book."""
 
     layers: Sequence[LayerRead]
     chunk: Chunk
     session: str
     descriptors: Descriptors
     read_id: int
+    turn: Turn
 
     @property
     def nothing_to_read(self) -> bool:
@@ -40,3 +54,20 @@ class ReadTask(NamedTuple):
     def request_ids(self) -> Sequence[str]:
         """Decode's request ids that the read concerns."""
         return [piece.child.spec.request_id for piece in self.chunk.pieces]
+
+
+class ReadEnd(NamedTuple):
+    """How a read ended, and how long it took."""
+
+    result: ReadResult
+    seconds: float
+
+
+class RunningRead:
+    """A read that runs without its connection's turn; ``ended`` once it has returned."""
+
+    __slots__ = ("ended", "task")
+
+    def __init__(self, task: ReadTask) -> None:
+        self.task = task
+        self.ended: ReadEnd | None = None

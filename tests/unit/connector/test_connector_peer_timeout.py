@@ -20,7 +20,7 @@ def answer_to(prefill_ms: int, decode_s: float) -> Answer:
     meta = encode_mf_meta("session", encode_layer_map(layout), PeerInfo(1, PREFILL, b"", 1, 0, prefill_ms))
     connection, _ = book.accept(Received(b"peer", meta, "127.0.0.1"), 0.0, 0)
     assert connection is not None
-    step = book.next_step(connection, 0.0)
+    step = book.next_step(connection, 0.0, 1)
     assert isinstance(step, Answer)
     return step
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rd2h.children import ChildSpec, Outcome
-from rd2h.decode.book import Answer, PullBook, ReadTask
+from rd2h.decode.book import Answer, PullBook, ReadEnd, ReadTask
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import Received
@@ -51,11 +51,11 @@ def connect(made: PullBook, source: CacheLayout) -> None:
     meta = encode_mf_meta("session", encode_layer_map(source), PeerInfo(1, PREFILL, b"", 1, 0))
     connection, _ = made.accept(Received(PEER, meta, "127.0.0.1"), 0.0, 0)
     assert connection is not None
-    step = made.next_step(connection, 0.0)
+    step = made.next_step(connection, 0.0, 1)
     assert isinstance(step, Answer)
     assert step.open_session == "session"
     made.session_opened(connection, 0, "")
-    assert made.next_step(connection, 0.0) is None
+    assert made.next_step(connection, 0.0, 1) is None
 
 
 def test_a_failure_that_comes_before_its_destination_is_not_forgotten() -> None:
@@ -79,7 +79,7 @@ def test_a_layer_refused_as_a_whole_fails_its_children_even_at_their_first_messa
     ready = encode_ready(0, "layers.0.attn", requests, (), 0, 1, (GENERATION, 1, ()))
     connection, _ = made.accept(Received(PEER, ready), 0.0, 0)
     assert connection is not None
-    step = made.next_step(connection, 0.0)
+    step = made.next_step(connection, 0.0, 1)
     assert isinstance(step, Answer)
     reply = decode_from_decode(step.payloads[0])
     assert isinstance(reply, ReadFailed)
@@ -101,12 +101,12 @@ def test_an_abort_that_races_the_end_is_one_report(abort: str) -> None:
     made.accept(Received(PEER, encode_pong(PREFILL, 0)), 0.0, 1)
     connection, _ = made.accept(Received(PEER, ready), 0.0, 1)
     assert connection is not None
-    task = made.next_step(connection, 0.0)
+    task = made.next_step(connection, 0.0, 1)
     assert isinstance(task, ReadTask)
     if abort == "before the last layer":
         made.abort(["request"], 0.0)
         assert made.take_finished(0.0) == [], "a read is in flight"
-    made.finish_read(connection, task, READ_OK, 0.0, 0.0, 1)
+    made.finish_read(connection, task, ReadEnd(READ_OK, 0.0), 0.0, 1)
     if abort == "after the last layer":
         made.abort(["request"], 0.0)
     reports = made.take_finished(0.0)

@@ -1,20 +1,15 @@
 """Layers of a chunk that wait together become one read; each is still answered by itself."""
 
-import secrets
-
 import numpy as np
 import pytest
+from core_pull import LAYERS, PEER, PREFILL, Pull
 
-from rd2h.children import ChildSpec, Outcome
-from rd2h.decode.book import COMBINED_BYTES, COMBINED_LAYERS, PullBook
-from rd2h.decode.connection import Connection
-from rd2h.decode.destination import Destination
-from rd2h.decode.options import PullerOptions
+from rd2h.children import Outcome
+from rd2h.decode.planner import COMBINED_BYTES, COMBINED_LAYERS
 from rd2h.decode.router import Received
 from rd2h.decode.steps import Answer, ReadTask
-from rd2h.engines import READ_OK, ReadResult
-from rd2h.layout import CacheLayout, LayerLayout, TensorLayout, encode_layer_map
-from rd2h.stats import TransferStats
+from rd2h.engines import ReadResult
+from rd2h.layout import encode_layer_map
 from rd2h.wire import (
     PeerInfo,
     ReadDone,
@@ -22,65 +17,8 @@ from rd2h.wire import (
     ReadRequest,
     decode_from_decode,
     encode_mf_meta,
-    encode_pong,
     encode_read_requests,
-    encode_ready,
 )
-
-GENERATION, PREFILL, PEER = 7, 9, b"peer"
-LAYERS = 20
-
-
-def layout(base: int, block_bytes: int) -> CacheLayout:
-    span = 16 * block_bytes
-    layers = [
-        LayerLayout(f"l.{index}", (TensorLayout(base + index * span, block_bytes, 16),)) for index in range(LAYERS)
-    ]
-    return CacheLayout(tuple(layers))
-
-
-class Pull:
-    """One connection of one book, with one child of four blocks."""
-
-    def __init__(self, block_bytes: int = 64, *, joint_acks: bool = False) -> None:
-        self.local, self.source = layout(1 << 40, block_bytes), layout(1 << 30, block_bytes)
-        options = PullerOptions("127.0.0.1", 0, GENERATION, b"", 1)
-        self.book = PullBook(options, Destination(self.local, 0, 1, False), TransferStats())
-        self.book.trust(frozenset({PREFILL}), 0.0)
-        peer = PeerInfo(1, PREFILL, b"", 1, 0, joint_acks=joint_acks)
-        meta = encode_mf_meta("session", encode_layer_map(self.source), peer)
-        connection, _ = self.book.accept(Received(PEER, meta, "127.0.0.1"), 0.0, 0)
-        assert connection is not None
-        self.connection: Connection = connection
-        self.book.next_step(connection, 0.0)
-        self.book.session_opened(connection, 0, "")
-        self.book.next_step(connection, 0.0)
-        self.book.accept(Received(PEER, encode_pong(PREFILL, 0)), 0.0, 1)
-        self.token = secrets.token_bytes(16)
-        blocks = np.arange(4, dtype=np.int64)
-        self.book.add([ChildSpec(self.token, "request", "request", blocks, 0, np.empty(0, np.int64), 0)], 0.0)
-        self.requests = encode_read_requests(
-            [ReadRequest("request", np.array([3, 4, 8, 9]), np.empty(0, np.int64), 0, 0, self.token)]
-        )
-
-    def ready(self, layer: int, *, name: str = "", requests: bytes | None = None, last: bool = False) -> None:
-        done, tokens = (("request",), (self.token,)) if last else ((), ())
-        payload = encode_ready(
-            layer, name or f"l.{layer}", requests or self.requests, done, 0, 1, (GENERATION, 100 + layer, tokens)
-        )
-        self.book.accept(Received(PEER, payload), 0.0, 1)
-
-    def step(self) -> ReadTask | Answer | None:
-        return self.book.next_step(self.connection, 0.0)
-
-    def read(self) -> ReadTask:
-        step = self.step()
-        assert isinstance(step, ReadTask)
-        return step
-
-    def finish(self, task: ReadTask, result: ReadResult = READ_OK) -> list[object]:
-        answer = self.book.finish_read(self.connection, task, result, 0.0, 0.0, 1)
-        return [decode_from_decode(payload) for payload in answer.payloads]
 
 
 def test_waiting_layers_are_one_read_and_one_answer_each() -> None:
