@@ -18,8 +18,10 @@ from rd2h_client.v1.rendezvous_pb2 import (
     RendezvousEvent,
 )
 
-_SEVERITY = (OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_EXPIRED, OUTCOME_FAILED)
-"""Outcomes from the mildest to the worst: a rendezvous ends like its worst child."""
+_SEVERITY = {
+    outcome: rank for rank, outcome in enumerate((OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_EXPIRED, OUTCOME_FAILED))
+}
+"""Outcomes from the mildest to the worst: a rendezvous ends like its worst child. Unknown ones are worse still."""
 
 
 class ChildrenIterator:
@@ -121,7 +123,7 @@ class ChildrenIterator:
             self._push(RendezvousEvent(rendezvous_id=self._rendezvous_id, complete=complete))
         if len(self._ended) >= self._expected and not self._over:
             self._over = True
-            outcome, reason = max(self._ended.values(), key=lambda end: _SEVERITY.index(end[0]))
+            outcome, reason = max(self._ended.values(), key=lambda end: _SEVERITY.get(end[0], len(_SEVERITY)))
             closed = RendezvousClosed(outcome=outcome, reason=reason)
             self._push(RendezvousEvent(rendezvous_id=self._rendezvous_id, closed=closed))
 

@@ -115,9 +115,13 @@ class MetaClient:
 
     async def close(self) -> None:
         """End registrations and streams. What was advertised and awaited lives on until its time limit."""
-        registrations, self._registrations = list(self._registrations), set()
-        for registration in registrations:
-            await registration.close()
+        try:
+            for registration in list(self._registrations):
+                await registration.close()
+        finally:
+            await self._close_stream()
+
+    async def _close_stream(self) -> None:
         if self._stream_task is not None:
             self._stream_task.cancel()
             await asyncio.gather(self._stream_task, return_exceptions=True)
@@ -265,7 +269,8 @@ class MetaClient:
     ) -> Registration:
         """Return a registration that is not started, for callers who do not want to wait."""
         self._running_stream()
-        registration = Registration(self._registry, self._metadata, self.options, engine, poll, ttl_s)
+        forget = self._registrations.discard
+        registration = Registration(self._registry, self._metadata, self.options, engine, poll, ttl_s, forget)
         self._registrations.add(registration)
         return registration
 

@@ -6,6 +6,7 @@ Pure: no gRPC call, no event loop; time comes in. The stream's driver asks it wh
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from rd2h_client.v1.rendezvous_pb2 import (
     Outcome,
     RendezvousEvent,
 )
+
+logger = logging.getLogger("rd2h.client")
 
 _REPEAT_S = 60.0
 """Ends (cancel, withdraw, failure) of this last while are said again after a reconnect: a restarted service has
@@ -202,7 +205,12 @@ class ExchangeState:
         for result in response.results:
             self.pending.receive(result, now_s)
         for event in response.events:
-            self._receive_event(event)
+            try:
+                self._receive_event(event)
+            except Exception as error:
+                # A callback of the caller, or a value of a later version. The other events must not be lost with it.
+                logger.exception("rendezvous %r: an event could not be taken", event.rendezvous_id)
+                self._give_up_await(event.rendezvous_id, error)
 
     def next_wake_s(self) -> float:
         """Return when `wake` may have something to do at the earliest; infinity when never."""
@@ -270,6 +278,13 @@ class ExchangeState:
         waiting = self._awaits.get(rendezvous_id)
         if waiting is not None and waiting.sink.offer(event):
             self.forget_await(rendezvous_id)
+
+    def _give_up_await(self, rendezvous_id: str, error: Exception) -> None:
+        waiting = self._awaits.get(rendezvous_id)
+        if waiting is not None:
+            self.forget_await(rendezvous_id)
+            message = f"rendezvous {rendezvous_id!r}: an event could not be taken: {type(error).__name__}: {error}"
+            waiting.sink.fail(MetaError(grpc.StatusCode.INTERNAL, message))
 
     def _forget_advert(self, rendezvous_id: str, ended: ChildEnded) -> bool:
         """Stop keeping up an advert; return False when it is not from here."""

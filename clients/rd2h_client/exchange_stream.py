@@ -64,13 +64,19 @@ class ExchangeStream:
         """Keep a stream up for ever."""
         failures = 0
         while True:
-            answered = await self._one_stream()
-            failures = 0 if answered else failures + 1
+            begun_s = time.monotonic()
+            try:
+                await self._one_stream()
+            except Exception:
+                # A defect, or a caller's callback. Without a stream every rendezvous of this client would be lost.
+                logger.exception("exchange stream broke; another one follows")
+            lasted_s = time.monotonic() - begun_s
+            failures = 0 if lasted_s > self._retry.max_backoff_s else failures + 1
             ceiling_s = min(self._retry.max_backoff_s, self._retry.initial_backoff_s * 2 ** min(failures, 20))
             await asyncio.sleep(ceiling_s * random.uniform(0.5, 1.0))
 
-    async def _one_stream(self) -> bool:
-        """Run one stream to its end; return True when the service answered on it."""
+    async def _one_stream(self) -> None:
+        """Run one stream to its end."""
         call = self._stub.Exchange(metadata=self._metadata, wait_for_ready=True)
         writer: asyncio.Task[None] | None = None
         try:
@@ -89,12 +95,15 @@ class ExchangeStream:
                     self._wake.set()
         except grpc.aio.AioRpcError as error:
             self._note_failure(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # else the writer has ended the call
         finally:
             self.connected = False
             if writer is not None:
                 writer.cancel()
             call.cancel()
-        return writer is not None
 
     def _note_failure(self, error: grpc.aio.AioRpcError) -> None:
         level = logging.DEBUG if error.code() in RETRYABLE else logging.WARNING
@@ -113,6 +122,9 @@ class ExchangeStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The reader sees the same end, with its status; what was taken has no result and is sent again.
             return
+        except Exception:
+            logger.exception("exchange stream cannot be written; another one follows")
+            call.cancel()
 
     def _end_turn(self) -> None:
         self._kicked = False
@@ -130,6 +142,8 @@ class ExchangeStream:
 
     def _on_timer(self) -> None:
         self._timer_due_s = float("inf")
-        self._state.wake(time.monotonic() + 0.001)
-        self._wake.set()
-        self._set_timer()
+        try:
+            self._state.wake(time.monotonic() + 0.001)
+        finally:  # it calls back; what a callback raises is the event loop's to report
+            self._wake.set()
+            self._set_timer()

@@ -57,8 +57,9 @@ class Registration:
         engine: pb.Engine,
         poll: Callable[[], EngineStatus] | None,
         ttl_s: float,
+        on_closed: Callable[[Registration], None] | None = None,
     ) -> None:
-        """`poll` is asked before each keep-alive; without it the last `update` counts."""
+        """`poll` is asked before each keep-alive; without it the last `update` counts. `on_closed`: see `close`."""
         self._stub = stub
         self._metadata = metadata
         self._options = options
@@ -66,6 +67,7 @@ class Registration:
         self._engine.CopyFrom(engine)
         self._poll = poll
         self._wished_ttl_s = ttl_s
+        self._on_closed = on_closed
         self._ttl_s = 0.0
         self._lease_id = ""
         self._kick = asyncio.Event()
@@ -124,7 +126,9 @@ class Registration:
         self._kick.set()
 
     async def close(self) -> None:
-        """Stop keeping the lease and end it. A service that cannot be reached, or refuses, sees it lapse."""
+        """Tell `on_closed`, and end the lease. A service that cannot be reached, or refuses, sees it lapse."""
+        if self._on_closed is not None:
+            self._on_closed(self)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

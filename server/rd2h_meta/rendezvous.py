@@ -14,7 +14,7 @@ from rd2h_client.v1.rendezvous_pb2 import (
 )
 
 from rd2h_meta import validation
-from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, LimitError
+from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, LimitError, MetaServiceError
 from rd2h_meta.expiry import ExpiryQueue
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.memory import RendezvousMemory
@@ -248,14 +248,21 @@ class RendezvousTable:
             if self._memory.get(rendezvous_id) is not None:
                 return
             record = self._create(rendezvous_id, now_s + self._limits.memory_s)
+        refusal: MetaServiceError | None = None
         for request_id in request_ids:
             if request_id in record.ended:
                 continue
             if request_id not in record.live:
-                record.check_room(rendezvous_id, self._limits.max_children)
+                try:
+                    record.check_room(rendezvous_id, self._limits.max_children)
+                except MetaServiceError as error:
+                    refusal = error  # the others have ended all the same, and their waiters must learn of it
+                    continue
             self._end_child(rendezvous_id, record, request_id, end, subscriber, now_s)
         self._tell_if_complete(rendezvous_id, record)
         self._close_if_all_ended(rendezvous_id, record, now_s)
+        if refusal is not None:
+            raise refusal
 
     def _end_child(
         self,

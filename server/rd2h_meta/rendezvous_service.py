@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 from rd2h_client.v1 import rendezvous_pb2 as pb
 from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer
 
@@ -16,6 +18,8 @@ from rd2h_meta.limits import ServerLimits
 from rd2h_meta.outbox import Outbox
 from rd2h_meta.rendezvous import NOBODY, RendezvousTable
 from rd2h_meta.status import abort, result_of
+
+logger = logging.getLogger(__name__)
 
 OPERATIONS_PER_TURN = 256
 """Operations of one message applied before other streams, and what these operations brought about, get their turn.
@@ -81,6 +85,7 @@ class RendezvousService(RendezvousServicer):
             finally:
                 self._exchange_streams -= 1
                 reader.cancel()
+                reader.add_done_callback(_note_defect)
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Context) -> pb.AdvertiseResponse:  # noqa: N802
         """See rendezvous.proto."""
@@ -220,3 +225,10 @@ class RendezvousService(RendezvousServicer):
             self.table.report_failure(failure.rendezvous_id, failure.request_ids, failure.reason, now_s)
         else:
             raise InvalidFieldError("operation.op", kind, "advertise, await_children, cancel, withdraw, report_failure")
+
+
+def _note_defect(reader: asyncio.Task[None]) -> None:
+    """A reader that ended after its stream has nobody else to tell. gRPC's own errors say that the stream is over."""
+    error = None if reader.cancelled() else reader.exception()
+    if error is not None and not isinstance(error, grpc.aio.BaseError):
+        logger.error("an exchange stream's reader ended: %s", error, exc_info=error)

@@ -107,3 +107,12 @@ async def test_unknown_events_of_a_newer_service_are_ignored() -> None:
     assert not iterator.offer(RendezvousEvent(rendezvous_id="r"))
     iterator.offer(CLOSED)
     assert await story(iterator) == ["closed DONE"]
+
+
+async def test_an_outcome_of_a_newer_service_counts_as_the_worst() -> None:
+    iterator = make()
+    iterator.resume()
+    iterator.offer(ended("a", 9, "something new"))  # type: ignore[arg-type]  # open enums take any number
+    assert iterator.offer(ended("b", OUTCOME_ABORTED))
+    *_, last = [event async for event in iterator]
+    assert (last.closed.outcome, last.closed.reason) == (9, "something new")

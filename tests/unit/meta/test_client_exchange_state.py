@@ -171,3 +171,36 @@ def test_fail_all_reaches_awaits_and_operations_but_keeps_adverts_that_stand() -
     assert isinstance(sink.error, MetaRefusedError)
     assert isinstance(bench.outcomes[1], MetaRefusedError)
     assert bench.state.open_adverts == 1
+
+
+def closed(rid: str) -> RendezvousEvent:
+    event = RendezvousEvent(rendezvous_id=rid)
+    event.closed.outcome = OUTCOME_ABORTED
+    return event
+
+
+def test_an_event_that_cannot_be_taken_ends_its_await_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    broken, whole = Sink(), Sink()
+    broken.offer = lambda event: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    bench.state.await_children("broken", 1, 60.0, broken, 100.0)
+    bench.state.await_children("whole", 1, 60.0, whole, 100.0)
+    bench.state.receive(ExchangeResponse(events=[closed("broken"), closed("whole")]), 0.0)
+    assert isinstance(broken.error, MetaError)
+    assert "ZeroDivisionError" in broken.error.message
+    assert whole.error is None
+    assert bench.state.open_awaits == 0
+    assert "could not be taken" in caplog.text
+
+
+def test_a_callback_that_raises_costs_no_other_event() -> None:
+    bench = Bench()
+    bench.state = ExchangeState(100, lambda rid, ended: 1 // 0)
+    bench.advertise()
+    sink = Sink()
+    bench.state.await_children("other", 1, 60.0, sink, 100.0)
+    ended = RendezvousEvent(rendezvous_id="r")
+    ended.child_ended.request_id = "a"
+    bench.state.receive(ExchangeResponse(events=[ended, closed("other")]), 0.0)
+    assert bench.state.open_awaits == 0
+    assert bench.state.open_adverts == 0
