@@ -190,7 +190,7 @@ class PullBook:
             running = connection.running
             if running and (ended := running[0].ended) is not None:
                 return self._finish(connection, running.popleft().task, ended, now_s, now_ns)
-            if self._closed or connection.parked or not connection.jobs or len(running) == MAX_RUNNING:
+            if self._closed or connection.parked or not connection.jobs or not self._planner.may_begin(connection):
                 connection.busy = False
                 return None
             job = connection.jobs[0]

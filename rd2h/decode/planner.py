@@ -90,6 +90,16 @@ class ReadPlanner:
                     self._table.refuse(token, "its destination was not known in time")
         return chunk, layer_idx, pair
 
+    def may_begin(self, connection: Connection) -> bool:
+        """Whether another read of this connection may begin: a second one only while half of the threads are free, so
+        that two slow Prefills cannot take them all.
+        """
+        reads = len(connection.running)
+        return not reads or (reads < MAX_RUNNING and self._threads_are_free())
+
+    def _threads_are_free(self) -> bool:
+        return 2 * self._table.reads_in_flight < self._options.read_threads
+
     def _turn(self, connection: Connection) -> Turn:
         # Legacy messages carry no number that would tell a repeated layer from one that is being read.
         if connection.peer is None or self._options.read_threads == 1:
@@ -97,8 +107,8 @@ class ReadPlanner:
         # A turn is never kept while an earlier read runs: that one would be answered later.
         if connection.read_s < OVERLAP_FROM_S and not connection.running:
             return Turn.KEPT
-        more = connection.jobs and len(connection.running) + 1 < MAX_RUNNING
-        return Turn.PASSED_ON if more else Turn.GIVEN_UP
+        others_may = connection.jobs and not connection.running and self._threads_are_free()
+        return Turn.PASSED_ON if others_may else Turn.GIVEN_UP
 
     def _combine(
         self, connection: Connection, chunk: Chunk, layers: list[LayerRead], first: Descriptors

@@ -27,8 +27,8 @@ MAX_POSITIONS = 64
 MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + 2
 MAX_MAPS = 8
 MAX_KNOWN_LAYERS = 256
-"""Layer names that a splitter remembers; others are decoded each time."""
-_MAX_HEAD_BYTES = 8 * MAX_NAME_CHARS
+"""Layer names that a splitter remembers; others, and very long ones, are decoded each time."""
+_MAX_HEAD_BYTES = 512
 _NEEDLE_BYTES = 24
 _EMPTY_LIST = 0x90
 _TEN = b"\x9a"

@@ -113,6 +113,27 @@ def test_an_abort_waits_for_both_reads() -> None:
     assert report.outcome is Outcome.ABORTED
 
 
+def test_a_connection_gets_a_second_thread_only_while_half_of_them_are_free() -> None:
+    pull = slow_pull()
+    table = pull.book._table
+    elsewhere = table.begin_read([])
+    for layer in range(3):
+        pull.ready(layer)
+    first = pull.read()
+    assert first.turn is Turn.GIVEN_UP, "two of four threads read: nobody else is asked to read this connection"
+    assert pull.step() is None
+    pull.returned(first)
+    assert pull.replies(pull.step()) == [ReadDone(0, 100)]
+    second = pull.read()
+    table.end_read(elsewhere, 0.0)
+    pull.ready(3)
+    assert pull.connection.busy, "a thread looks at it when something comes"
+    third = pull.read()
+    assert [layer.layer_idx for layer in third.layers] == [2]
+    pull.returned(second)
+    assert pull.replies(pull.step()) == [ReadDone(1, 101)]
+
+
 def test_short_reads_keep_the_turn() -> None:
     pull = slow_pull()
     pull.connection.read_s = OVERLAP_FROM_S / 2
