@@ -43,6 +43,11 @@ class Breaker:
         """The state as of the last event."""
         return self._state
 
+    @property
+    def failures(self) -> int:
+        """Failures in a row."""
+        return self._failures
+
     def allows(self, now: float) -> bool:
         """Whether a request may be sent now."""
         if self._state is BreakerState.OPEN:

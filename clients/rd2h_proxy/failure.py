@@ -17,6 +17,8 @@ class Blame(Enum):
     DECODE = "decode"
     PROXY = "proxy"
     """No room, no meta service, or a fault of ours: another engine would not help."""
+    META = "meta"
+    """Somebody else ended the rendezvous: no engine is at fault, and a new rendezvous may do better."""
     REQUEST = "request"
     """The client's own request: 4xx are passed through and never retried."""
 
@@ -36,7 +38,7 @@ class AttemptError(Exception):
     @property
     def retryable(self) -> bool:
         """Whether another engine may do better. Only asked while nothing was sent to the client."""
-        return self.blame in (Blame.PREFILL, Blame.DECODE)
+        return self.blame in (Blame.PREFILL, Blame.DECODE, Blame.META)
 
 
 def engine_failure(blame: Blame, address: str, reason: str, status: int = 502) -> AttemptError:

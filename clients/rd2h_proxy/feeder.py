@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from rd2h_client.v1.rendezvous_pb2 import Child, Outcome, RendezvousEvent
+from rd2h_client.v1.rendezvous_pb2 import Child, ChildEnded, Outcome, RendezvousClosed, RendezvousEvent
 
 from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
@@ -60,8 +60,9 @@ class Feeder:
         self._outage_since: float | None = None
         self._failed_at: float | None = None
         self._failure_reason = ""
+        self._ended_outside = False
         self.answer_began = False
-        """Set by the attempt: the client is being served, so an outage of the meta service ends nothing."""
+        """Set by the attempt: the client is being served, so the meta service may be away for longer."""
         self.closed = False
         """The meta service has ended the rendezvous; it needs not be told."""
 
@@ -123,7 +124,8 @@ class Feeder:
             self.closed = True
             return False
         except META_TROUBLE as error:
-            if self._gathering.settled or self.answer_began:
+            # Who is missing would never be sent to Prefill, and a stream that has begun would hang on that.
+            if self._gathering.accounted:
                 log.warning("rendezvous %s is no longer followed: %s", self._ids.rendezvous_id, error)
                 return False
             raise _meta_refused(error) from error
@@ -135,14 +137,34 @@ class Feeder:
         if kind == "advertised":
             self._advertised(event.advertised)
         elif kind == "child_ended":
-            ended = event.child_ended
-            self._gathering.ended(ended.request_id, ended.prompt_index, ended.choice_index)
-            if ended.outcome in (Outcome.OUTCOME_FAILED, Outcome.OUTCOME_EXPIRED):
-                self._note_failure(f"child {ended.request_id}: {ended.reason}")
+            self._child_ended(event.child_ended)
         elif kind == "complete":
             self._gathering.completed()
-        elif kind == "closed" and event.closed.outcome != Outcome.OUTCOME_DONE:
-            self._note_failure(event.closed.reason)
+        elif kind == "closed":
+            self._rendezvous_ended(event.closed)
+
+    def _child_ended(self, ended: ChildEnded) -> None:
+        done = ended.outcome == Outcome.OUTCOME_DONE
+        possible = self._gathering.ended(ended.request_id, ended.prompt_index, ended.choice_index, done)
+        if ended.outcome in (Outcome.OUTCOME_FAILED, Outcome.OUTCOME_EXPIRED):
+            self._note_failure(f"child {ended.request_id}: {ended.reason}")
+        elif not possible:
+            self._note_failure(
+                f"child {ended.request_id} is said to be served, but Prefill was not asked ({ended.reason})", True
+            )
+
+    def _rendezvous_ended(self, closed: RendezvousClosed) -> None:
+        gathering = self._gathering
+        missing = not gathering.all_ended
+        gathering.closed()
+        if closed.outcome in (Outcome.OUTCOME_FAILED, Outcome.OUTCOME_EXPIRED):
+            self._note_failure(closed.reason)
+        elif missing:
+            # The last child's end ends a rendezvous; before that only we do, and we have not.
+            self._note_failure(f"the rendezvous was ended from outside: {closed.reason or 'no reason given'}", True)
+        elif not gathering.served:
+            # Where some are served, those that Decode aborted are Decode's to tell, in its answer.
+            self._note_failure(closed.reason)
 
     def _advertised(self, child: Child) -> None:
         try:
@@ -162,11 +184,12 @@ class Feeder:
         if len(self._prompt_tokens) == request.prompts:
             self._decode.adjust_work(sum(self._prompt_tokens.values()) + request.output_tokens())
 
-    def _note_failure(self, reason: str) -> None:
+    def _note_failure(self, reason: str, from_outside: bool = False) -> None:
         # Decode hears the same and answers with the status that belongs to it; we only make sure that it does.
         if self._failed_at is None:
             self._failed_at = self._now()
             self._failure_reason = reason
+            self._ended_outside = from_outside
 
     def _next_timeout_s(self) -> float | None:
         now, limits = self._now(), self._router.limits
@@ -182,21 +205,34 @@ class Feeder:
     def _check_limits(self) -> None:
         now, limits = self._now(), self._router.limits
         if self._failed_at is not None and now >= self._failed_at + limits.child_failed_grace_s:
-            blame = Blame.PREFILL if self._gathering.waves else Blame.DECODE
-            raise AttemptError(ErrorAnswer.make(502, self._failure_reason), self._failure_reason, blame)
-        if self.answer_began or self._gathering.accounted:
+            self._give_up()
+        if self._gathering.accounted:
             self._outage_since = None
             return
-        if self._gathering.arrived == 0 and now >= self._started + limits.rendezvous_s:
+        if not self.answer_began and self._gathering.arrived == 0 and now >= self._started + limits.rendezvous_s:
             reason = f"no child advertised within {limits.rendezvous_s:g} s"
             raise engine_failure(Blame.DECODE, self._decode.target.address, reason, status=504)
-        if self._router.meta.connected:
+        meta = self._router.meta
+        if meta.connected:
             self._outage_since = None
         elif self._outage_since is None:
             self._outage_since = now
-        elif now >= self._outage_since + self._router.meta.outage_limit_s:
-            error = self._router.meta.unavailable()
+        elif now >= self._outage_since + (limits.rendezvous_s if self.answer_began else meta.outage_limit_s):
+            error = meta.unavailable()
             raise AttemptError(error.answer, str(error), Blame.PROXY)
+
+    def _give_up(self) -> None:
+        """Decode has had its time to tell of a failure."""
+        reason = self._failure_reason
+        if self._ended_outside:
+            if self.answer_began and self._gathering.accounted and not self._gathering.dropped:
+                # All are with Prefill and the client is being served: what is missing, Decode tells.
+                log.warning("%s goes on: %s", self._ids.rendezvous_id, reason)
+                self._failed_at = None
+                return
+            raise AttemptError(ErrorAnswer.make(503, reason, 1), reason, Blame.META)
+        blame = Blame.PREFILL if self._gathering.waves else Blame.DECODE
+        raise AttemptError(ErrorAnswer.make(502, reason), reason, blame)
 
     def _dispatch_due(self) -> None:
         due = self._gathering.due_at()

@@ -26,6 +26,11 @@ class Gathering:
     waves: int = 0
     live: set[str] = field(default_factory=set)
     """Request ids of children that have been sent to Prefill and not ended."""
+    served: bool = False
+    """Whether a child has ended well."""
+    dropped: bool = False
+    """Whether the rendezvous was ended while children waited to be sent to Prefill."""
+    _ended: set[str] = field(default_factory=set)
     _places: dict[tuple[int, int], str] = field(default_factory=dict)
     _waiting: dict[str, Child] = field(default_factory=dict)
     _last_advert_at: float = 0.0
@@ -50,6 +55,11 @@ class Gathering:
         """Whether nothing is left to send."""
         return self.accounted and not self._waiting
 
+    @property
+    def all_ended(self) -> bool:
+        """Whether each child has ended by itself, told one by one."""
+        return len(self._ended) >= self.expected
+
     def advertised(self, child: Child, now: float) -> None:
         """Takes note of an advert; a repeated one changes nothing.
 
@@ -73,12 +83,24 @@ class Gathering:
         self._waiting[child.request_id] = child
         self._last_advert_at = now
 
-    def ended(self, request_id: str, prompt_index: int, choice_index: int) -> None:
-        """A child ended, perhaps before it ever advertised."""
+    def ended(self, request_id: str, prompt_index: int, choice_index: int, done: bool) -> bool:
+        """A child ended, perhaps before it ever advertised. `done`: it has what it needs.
+
+        Returns False for what cannot be: it wanted its KV, is said to have it, and Prefill has not been asked.
+        """
+        possible = not (done and request_id in self._waiting)
+        self.served = self.served or (done and possible)
+        self._ended.add(request_id)
         if prompt_index < self.prompts and choice_index < self.n:
             self._places.setdefault((prompt_index, choice_index), request_id)
         self._waiting.pop(request_id, None)
         self.live.discard(request_id)
+        return possible
+
+    def closed(self) -> None:
+        """The meta service has ended the rendezvous: who still waits will not be served."""
+        self.dropped = self.dropped or bool(self._waiting)
+        self._waiting.clear()
 
     def completed(self) -> None:
         """The meta service says that all children have advertised or ended."""

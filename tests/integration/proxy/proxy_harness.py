@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -209,9 +210,14 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any, **options: A
 
 @asynccontextmanager
 async def chain(
-    meta: str, *flags: str, prefills: int = 1, decodes: int = 1, decode_type: type[DecodeStandIn] = DecodeStandIn
+    meta: str,
+    *flags: str,
+    prefills: int = 1,
+    decodes: int = 1,
+    decode_type: type[DecodeStandIn] = DecodeStandIn,
+    grace_s: float = 5.0,
 ) -> AsyncIterator[Chain]:
-    """Engines and proxy on top of a running meta service."""
+    """Engines and proxy on top of a running meta service. `grace_s`: AttemptLimits.child_failed_grace_s."""
     async with AsyncExitStack() as stack:
         ps = [PrefillStandIn() for _ in range(prefills)]
         ds = []
@@ -222,6 +228,7 @@ async def chain(
             await engine.start()
             stack.push_async_callback(engine.stop)
         config = make_config(meta, [p.address for p in ps], [d.address for d in ds], *flags)
+        config = dataclasses.replace(config, attempt=dataclasses.replace(config.attempt, child_failed_grace_s=grace_s))
         client = await stack.enter_async_context(MetaClient(meta))
         proxy = await stack.enter_async_context(running(config, client))
         session = await stack.enter_async_context(

@@ -39,7 +39,7 @@ def test_silence_sends_what_is_there_and_the_rest_later() -> None:
 
 def test_a_child_that_ends_before_it_advertises_holds_nobody_up() -> None:
     gathering = Gathering(prompts=2, n=1, window_s=9.0)
-    gathering.ended("x", 0, 0)
+    gathering.ended("x", 0, 0, done=True)
     gathering.advertised(child(1), 1.0)
     assert gathering.due_at() == 0.0
     assert ids(gathering.take_wave()) == ["0_r-1"]
@@ -48,7 +48,7 @@ def test_a_child_that_ends_before_it_advertises_holds_nobody_up() -> None:
 def test_a_child_that_ends_while_it_waits_is_not_sent() -> None:
     gathering = Gathering(prompts=2, n=1, window_s=9.0)
     gathering.advertised(child(0), 1.0)
-    gathering.ended("0_r-0", 0, 0)
+    gathering.ended("0_r-0", 0, 0, done=False)
     assert gathering.due_at() is None
 
 
@@ -78,7 +78,7 @@ def test_every_live_child_is_sent_exactly_once(prompts: int, n: int, steps: list
             gathering.advertised(place, 1.0)
             advertised.add(place.request_id)
         elif kind == "end":
-            gathering.ended(place.request_id, place.prompt_index, place.choice_index)
+            gathering.ended(place.request_id, place.prompt_index, place.choice_index, done=False)
             ended.add(place.request_id)
         elif kind == "wave" and gathering.due_at() is not None:
             sent += ids(gathering.take_wave())
@@ -87,3 +87,25 @@ def test_every_live_child_is_sent_exactly_once(prompts: int, n: int, steps: list
     if gathering.due_at() is not None:
         sent += ids(gathering.take_wave())
     assert advertised - ended <= set(sent) <= advertised
+
+
+def test_a_child_cannot_be_served_while_it_waits_for_prefill() -> None:
+    gathering = Gathering(prompts=2, n=1, window_s=1)
+    first, second = Child(request_id="a", prompt_index=0), Child(request_id="b", prompt_index=1)
+    gathering.advertised(first, 0.0)
+    assert not gathering.ended("a", 0, 0, done=True)
+    assert not gathering.served
+    gathering.advertised(second, 0.0)
+    assert gathering.take_wave() == [second]
+    assert gathering.ended("b", 1, 0, done=True)
+    assert gathering.served
+    assert gathering.all_ended
+
+
+def test_children_that_wait_when_the_rendezvous_ends_are_not_sent() -> None:
+    gathering = Gathering(prompts=2, n=1, window_s=1)
+    gathering.advertised(Child(request_id="a", prompt_index=0), 0.0)
+    gathering.closed()
+    assert gathering.due_at() is None
+    assert gathering.dropped
+    assert not gathering.all_ended
