@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # How often a rendezvous that is not complete looks whether the meta service is still there.
 _OUTAGE_CHECK_S = 0.5
+# Silence after which the meta service is asked whether it has taken our await at all.
+_AWAIT_CHECK_S = 0.4
 
 
 class Feeder:
@@ -58,6 +60,8 @@ class Feeder:
         self._prompt_tokens: dict[int, int] = {}
         self._started = self._now()
         self._outage_since: float | None = None
+        self._await_check: asyncio.Task[bool] | None = None
+        self._is_awaited = False
         self._failed_at: float | None = None
         self._failure_reason = ""
         self._ended_outside = False
@@ -97,8 +101,11 @@ class Feeder:
                 waiting: set[asyncio.Future[Any]] = {*self._waves}
                 if pending is not None:
                     waiting.add(pending)
+                if self._await_check is not None:
+                    waiting.add(self._await_check)
                 await _wait_any(waiting, self._next_timeout_s())
                 self._collect_waves()
+                self._collect_await_check()
                 if pending is not None and pending.done():
                     pending = _next(events) if self._take(pending) else None
                 self._dispatch_due()
@@ -107,11 +114,14 @@ class Feeder:
             leftovers: list[asyncio.Future[Any]] = [*self._waves]
             if pending is not None:
                 leftovers.append(pending)
+            if self._await_check is not None:
+                leftovers.append(self._await_check)
             for task in leftovers:
                 task.cancel()
             await asyncio.gather(*leftovers, return_exceptions=True)
             # A cancelled wave remembers frames that refer to us: see forget_frames.
             self._waves.clear()
+            self._await_check = None
             if isinstance(events, Closable):
                 await events.aclose()
 
@@ -215,11 +225,34 @@ class Feeder:
         meta = self._router.meta
         if meta.connected:
             self._outage_since = None
-        elif self._outage_since is None:
+            self._check_await(now)
+            return
+        # When it is back it may be another run of the service, and full.
+        self._is_awaited = False
+        if self._outage_since is None:
             self._outage_since = now
         elif now >= self._outage_since + (limits.rendezvous_s if self.answer_began else meta.outage_limit_s):
             error = meta.unavailable()
             raise AttemptError(error.answer, str(error), Blame.PROXY)
+
+    def _check_await(self, now: float) -> None:
+        """Without any child, perhaps the meta service has no place for the rendezvous. Decode is not to blame then."""
+        if self._is_awaited or self._await_check is not None or self._gathering.arrived:
+            return
+        if now >= self._started + _AWAIT_CHECK_S:
+            ids, expected, ttl_s = self._ids, self._gathering.expected, self._router.limits.ttl_s
+            check = self._router.meta.is_awaited(ids.rendezvous_id, expected, ttl_s)
+            self._await_check = asyncio.create_task(check, name="await-check")
+
+    def _collect_await_check(self) -> None:
+        check = self._await_check
+        if check is None or not check.done():
+            return
+        self._await_check = None
+        try:
+            self._is_awaited = check.result()
+        except META_TROUBLE as error:
+            raise _meta_refused(error) from error
 
     def _give_up(self) -> None:
         """Decode has had its time to tell of a failure."""

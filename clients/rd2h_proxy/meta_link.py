@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol, runtime_checkable
 
-from rd2h_client.errors import ClientClosedError, MetaError, QueueFullError
-from rd2h_client.v1.rendezvous_pb2 import Outcome, RendezvousEvent
+from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, QueueFullError
+from rd2h_client.exchange_state import ExchangeState
+from rd2h_client.v1.rendezvous_pb2 import Operation, Outcome, RendezvousEvent
 
 from rd2h_proxy.errors import UnavailableError
 
 _POLL_S = 0.05
+# A service that is full is asked again for so long.
+_CHECK_S = 1.0
 
 META_TROUBLE = (MetaError, QueueFullError, ClientClosedError)
 """Everything by which the client says that the service did not do what was asked."""
@@ -36,6 +40,13 @@ class RendezvousApi(Protocol):
         self, rendezvous_id: str, expected_children: int, ttl_s: float
     ) -> AsyncIterator[RendezvousEvent]:
         """Events of one rendezvous until it is closed; survives restarts of the service. May have `aclose`."""
+
+    @property
+    def exchange(self) -> ExchangeState:
+        """What goes over the stream to the service."""
+
+    def kick(self) -> None:
+        """Sends what was put into `exchange`."""
 
     async def cancel(self, rendezvous_id: str, reason: str, outcome: Outcome = ...) -> None:
         """Ends a rendezvous."""
@@ -82,6 +93,39 @@ class MetaLink:
     def unavailable(self) -> UnavailableError:
         """The error for a request that the outage ends."""
         return UnavailableError(f"the meta service did not answer within {self.outage_limit_s:g} s")
+
+    async def is_awaited(self, rendezvous_id: str, expected_children: int, ttl_s: float) -> bool:
+        """Whether the service has taken an await of this client; False when it does not say.
+
+        An await that meets a full service is sent again and again by the client, for as long as it lives and without a
+        word. The same await once more, with a time limit, brings the refusal to light, and changes nothing otherwise.
+
+        Raises:
+            MetaError, QueueFullError: it refuses the await.
+        """
+        operation = Operation()
+        operation.await_children.rendezvous_id = rendezvous_id
+        operation.await_children.expected_children = expected_children
+        operation.await_children.ttl_ms = int(ttl_s * 1000)
+        answer: asyncio.Future[MetaError | None] = asyncio.get_running_loop().create_future()
+
+        def answered(error: MetaError | None) -> None:
+            if not answer.done():
+                answer.set_result(error)
+
+        pending = self.api.exchange.pending
+        op_id = pending.submit(operation, time.monotonic() + _CHECK_S, answered)
+        try:
+            self.api.kick()
+            error = await answer
+        finally:
+            # Sent later it could open the rendezvous again that has ended meanwhile.
+            pending.drop(op_id)
+        if error is None:
+            return True
+        if isinstance(error, MetaUnavailableError):
+            return False
+        raise error
 
     async def explain_conflict(self, prefill_engine_id: str, decode_engine_id: str) -> str:
         """Why two engines do not fit, for an error message."""
