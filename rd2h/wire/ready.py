@@ -15,6 +15,7 @@ from rd2h.wire.fields import Fields, check_token
 from rd2h.wire.messages import (
     MAX_BLOCK_ID,
     MAX_FRAME_BYTES,
+    MAX_JOINT_ACKS,
     MAX_NAME_CHARS,
     MAX_REQUESTS_PER_MESSAGE,
     TAG_READ_READY,
@@ -24,7 +25,8 @@ from rd2h.wire.unpacking import MALFORMED, at_most, describe, no_extension, show
 
 MAX_POSITIONS = 64
 """Positions of ``read_ready_batch``; later versions may append some."""
-MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + 2
+MAX_LISTS = MAX_REQUESTS_PER_MESSAGE + MAX_JOINT_ACKS + 3
+"""Those of the largest ``read_done``: the whole, its refusals and further layers, and each of these."""
 MAX_MAPS = 8
 MAX_KNOWN_LAYERS = 256
 """Layer names that a splitter remembers; others, and very long ones, are decoded each time."""
@@ -65,11 +67,12 @@ class ReadySplitter:
         # A short needle: looking for a long one takes longer than decoding.
         begin = payload.find(self._needle, 0, _MAX_HEAD_BYTES)
         layer = self._layers.get(payload[:begin]) if begin > 0 else None
-        if layer is None or not payload.startswith(requests, begin):
+        ending = self._ending
+        if layer is None or not ending or not payload.startswith(requests, begin):
             return None
         end = begin + len(requests)
-        number = end + len(self._ending)
-        if not payload.startswith(self._ending, end) or payload[-1] != _EMPTY_LIST or len(payload) > number + 10:
+        number = end + len(ending)
+        if not payload.startswith(ending, end) or payload[-1] != _EMPTY_LIST or len(payload) > number + 10:
             return None
         try:
             seq = _unpackb(payload[number:-1])
