@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 
 from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
-from rd2h.decode.chunks import Chunk
 from rd2h.decode.connection import MAX_JOBS, MAX_RUNNING, Connection, Job
 from rd2h.decode.destination import Destination
 from rd2h.decode.handshake import contributor_of
@@ -117,8 +116,10 @@ class PullBook:
     def accept(self, received: Received, now_s: float, now_ns: int) -> tuple[Connection | None, Answer | None]:
         """Take in one frame; returns a connection to serve and an answer to send, each if there is one."""
         connection = self.connections.get(received.identity)
+        # Nothing is kept for a connection whose metadata was refused: anybody can open those.
+        splitter = connection.splitter if connection is not None and connection.session is not None else None
         try:
-            message = decode_from_prefill(received.payload, connection.splitter if connection is not None else None)
+            message = decode_from_prefill(received.payload, splitter)
         except WireError as error:
             self._malformed(connection, received, error)
             return None, None
@@ -222,8 +223,8 @@ class PullBook:
             for read in connection.running:
                 if read.task is task:
                     read.ended = ended
-            if connection.busy:
-                return False  # who has the turn finds it
+            if connection.busy and not self._closed:
+                return False  # who has the turn finds it, unless a stopping thread left it in the queue
             connection.busy = True
             return True
 
@@ -260,16 +261,18 @@ class PullBook:
 
     def _finish(self, connection: Connection, task: ReadTask, ended: ReadEnd, now_s: float, now_ns: int) -> Answer:
         """May the bytes be used, what is complete, what does Prefill hear."""
-        chunk, layers, (result, seconds) = task.chunk, task.layers, ended
+        chunk, layers, (result, seconds, at_ns) = task.chunk, task.layers, ended
         connection.read_s = seconds
+        # Who has the turn may have looked at the clocks before another thread's read returned.
+        now_s, now_ns = max(now_s, at_ns / 1e9), max(now_ns, at_ns)
         error = ""
         if not result.ok:
             error = result.message or f"read failed with code {result.code}"
             reason = f"reading {layers[0].head.layer_name!r}: {error}"
-            self._fail_pieces(chunk, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
+            self._fail_pieces(task, reason, now_s, self._options.hold_s, FailureKind.READ_ERROR)
         elif not (task.nothing_to_read or connection.peer is None or connection.lease.valid(now_ns)):
             error = "the read lease had run out: Prefill may have reused what was read"
-            self._fail_pieces(chunk, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
+            self._fail_pieces(task, error, now_s, 0.0, FailureKind.LEASE_EXPIRED)
         else:
             for layer in layers:
                 for token, hole in chunk.layer_read(layer.layer_idx):
@@ -371,10 +374,12 @@ class PullBook:
                     self._table.fail(child.spec.token, error, now_s, kind=FailureKind.MESSAGE_REFUSED)
         except (WireError, RequestError):
             pass  # its block lists are malformed as well; the answer below says what was wrong first
+        if connection.session is None:
+            connection.forget_chunks()
         return Answer((encode_read_failed(head.layer_idx, error, head.seq),))
 
-    def _fail_pieces(self, chunk: Chunk, reason: str, now_s: float, hold_s: float, kind: FailureKind) -> None:
-        for piece in chunk.pieces:
+    def _fail_pieces(self, task: ReadTask, reason: str, now_s: float, hold_s: float, kind: FailureKind) -> None:
+        for piece in task.pieces:
             self._table.fail(piece.token, reason, now_s, hold_s, kind)
 
     def _fail_source(self, connection: Connection, reason: str, now_s: float) -> None:

@@ -61,6 +61,10 @@ class Connection:
         self.session, self.layers, self.peer = meta.session, layers, meta.peer
         self.contributor = None
         self._verdicts.clear()
+        self.forget_chunks()
+
+    def forget_chunks(self) -> None:
+        """Chunks that have begun are not known any more."""
         self._chunks.clear()
         self._latest = None
 

@@ -47,7 +47,7 @@ class ReadPlanner:
         chunk.started = True
         read_id = self._table.begin_read(chunk.tokens)
         turn = self._turn(connection)
-        task = ReadTask(layers, chunk, session, descriptors, read_id, turn)
+        task = ReadTask(layers, chunk, chunk.pieces, session, descriptors, read_id, turn)
         if turn is not Turn.KEPT:
             connection.busy = turn is Turn.PASSED_ON
             connection.running.append(RunningRead(task))

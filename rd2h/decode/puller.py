@@ -179,7 +179,7 @@ class Puller:
                     self._router.wake()
                 begin_s = time.perf_counter()
                 result = self._read(step)
-                ended = ReadEnd(result, time.perf_counter() - begin_s)
+                ended = ReadEnd(result, time.perf_counter() - begin_s, _now_ns())
                 if step.turn is not Turn.KEPT:
                     if book.read_returned(connection, step, ended):
                         continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from rd2h.decode.chunks import Chunk
+from rd2h.decode.chunks import Chunk, Piece
 from rd2h.engines import ReadResult
 from rd2h.plan import Descriptors
 from rd2h.wire import ReadyHead
@@ -40,6 +40,8 @@ class ReadTask(NamedTuple):
 
     layers: Sequence[LayerRead]
     chunk: Chunk
+    pieces: Sequence[Piece]
+    """Those of ``chunk`` when the read began. It writes into their blocks even when they leave the chunk meanwhile."""
     session: str
     descriptors: Descriptors
     read_id: int
@@ -53,14 +55,15 @@ class ReadTask(NamedTuple):
     @property
     def request_ids(self) -> Sequence[str]:
         """Decode's request ids that the read concerns."""
-        return [piece.child.spec.request_id for piece in self.chunk.pieces]
+        return [piece.child.spec.request_id for piece in self.pieces]
 
 
 class ReadEnd(NamedTuple):
-    """How a read ended, and how long it took."""
+    """How a read ended, how long it took, and when it returned (on the clock of the read lease)."""
 
     result: ReadResult
     seconds: float
+    at_ns: int = 0
 
 
 class RunningRead:
