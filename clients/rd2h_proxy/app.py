@@ -8,17 +8,17 @@ import time
 
 import aiohttp
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from rd2h_proxy.client_body import read_body
 from rd2h_proxy.completions import CompletionHandler
 from rd2h_proxy.engine_http import AnswerTooLargeError, leg_headers, read_bounded
-from rd2h_proxy.errors import ErrorAnswer, ProxyError
+from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.journal import Journal
 from rd2h_proxy.metrics import CONTENT_TYPE as METRICS_TYPE
 from rd2h_proxy.metrics import ProxyMetrics
+from rd2h_proxy.middleware import errors_as_json, known_to, written_in_time
 from rd2h_proxy.pool import EnginePool
-from rd2h_proxy.relay import ClientGoneError, error_response
+from rd2h_proxy.relay import error_response
 from rd2h_proxy.router import Router
 from rd2h_proxy.stall import StallGuard
 from rd2h_proxy.status_page import StatusPage
@@ -121,45 +121,6 @@ def _engine_reports(pool: EnginePool) -> list[dict[str, object]]:
     ]
 
 
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what handlers raise into answers that OpenAI clients understand."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        response = error_response(ErrorAnswer.make(error.status, error.text or error.reason), "-")
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except ProxyError as error:
-        return error_response(error.answer, "-")
-    except ClientGoneError:
-        # Nobody reads this; aiohttp only needs something to fail to send.
-        return web.Response(status=499)
-
-
-def written_in_time(guard: StallGuard) -> Middleware:
-    """Writes complete answers under the eyes of the guard; streams are watched by the relay."""
-
-    @web.middleware
-    async def write(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await handler(request)
-        if not response.prepared and request.transport is not None:
-            with guard.watch(request.transport) as writing:
-                writing.since = time.monotonic()
-                try:
-                    await response.prepare(request)
-                    await response.write_eof()
-                except ConnectionError:
-                    # aiohttp meets the closed connection next, and ends it.
-                    log.debug("%s %s: the client went away", request.method, request.path)
-        return response
-
-    return write
-
-
 def make_app(
     router: Router, completions: CompletionHandler, journal: Journal, guard: StallGuard, max_body_bytes: int
 ) -> web.Application:
@@ -173,7 +134,9 @@ def make_app(
     async def show_page(_http: web.Request) -> web.StreamResponse:
         return web.Response(text=page.render(), content_type="text/html", headers=_PAGE_HEADERS)
 
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[written_in_time(guard), errors_as_json])
+    drain = router.drain
+    middlewares = [known_to(drain), written_in_time(guard), errors_as_json(drain)]
+    app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     app.add_routes(
         [
             web.post("/v1/completions", completions.complete),

@@ -11,6 +11,7 @@ from typing import Any, Self
 from rd2h_client.v1.rendezvous_pb2 import Outcome
 
 from rd2h_proxy.answer_leg import EngineAnswer, open_answer
+from rd2h_proxy.drain import STOPPING
 from rd2h_proxy.engine_http import leg_headers
 from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError, Blame, engine_failure
@@ -167,10 +168,11 @@ class Attempt:
             async with asyncio.timeout(_META_CALL_S):
                 if error is None:
                     await api.cancel(rendezvous_id, "the answer is complete", outcome=Outcome.OUTCOME_DONE)
-                elif isinstance(error, AttemptError):
+                elif isinstance(error, AttemptError) and error.blame is not Blame.STOPPING:
                     await api.report_failure(rendezvous_id, str(error))
                 else:
-                    await api.cancel(rendezvous_id, "the client went away", outcome=Outcome.OUTCOME_ABORTED)
+                    reason = STOPPING if self._router.drain.over else "the client went away"
+                    await api.cancel(rendezvous_id, reason, outcome=Outcome.OUTCOME_ABORTED)
         except (*META_TROUBLE, TimeoutError) as problem:
             # The engines learn of the end by their closed connections too, and the service by its time limit.
             self._router.background.failed += 1

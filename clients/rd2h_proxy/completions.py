@@ -11,6 +11,7 @@ from aiohttp import web
 from rd2h_proxy.client_body import read_body
 from rd2h_proxy.continued_answer import continued
 from rd2h_proxy.dispatcher import Dispatcher, Tried
+from rd2h_proxy.drain import STOPPING, StoppingError
 from rd2h_proxy.errors import ProxyError
 from rd2h_proxy.failure import AttemptError
 from rd2h_proxy.frames import forget_frames
@@ -45,7 +46,7 @@ class CompletionHandler:
         # A client may use one id twice; engines must never see the same id for two requests.
         base_id = f"{client_id}-{uuid.uuid4().hex[:12]}" if client_id else uuid.uuid4().hex
         record = self._journal.begin(base_id, api.value)
-        finish = self._journal.finish
+        finish, drain = self._journal.finish, self._dispatcher.router.drain
         try:
             response = await self._serve(http, api, record)
         except StreamCutError as cut:
@@ -59,7 +60,11 @@ class CompletionHandler:
             return error_response(error.answer, base_id)
         except (ClientGoneError, asyncio.CancelledError) as end:
             forget_frames(end)
-            finish(record, Phase.ABORTED, 0, "the client went away")
+            if isinstance(end, asyncio.CancelledError) and drain.interrupted():
+                stopping = StoppingError()
+                finish(record, Phase.FAILED, stopping.answer.status, STOPPING)
+                return error_response(stopping.answer, base_id)
+            finish(record, Phase.ABORTED, 0, STOPPING if drain.over else "the client went away")
             raise
         except web.HTTPException as error:
             finish(record, Phase.FAILED, error.status, error.reason)
@@ -81,7 +86,8 @@ class CompletionHandler:
                 async with self._dispatcher.attempt(request, http.headers, record, tried) as running:
                     record.first_byte_s = record.life.since - record.life.began
                     answer = await continued(self._dispatcher, running, http.headers, record)
-                    return await relay(http, answer, record.request_id, self._guard)
+                    drain = self._dispatcher.router.drain
+                    return await relay(http, answer, record.request_id, self._guard, drain)
             except AttemptError as failure:
                 forget_frames(failure)
                 tried.add(failure)

@@ -19,6 +19,8 @@ class Blame(Enum):
     """No room, no meta service, or a fault of ours: another engine would not help."""
     META = "meta"
     """Somebody else ended the rendezvous: no engine is at fault, and a new rendezvous may do better."""
+    STOPPING = "stopping"
+    """The proxy ends."""
     REQUEST = "request"
     """The client's own request: 4xx are passed through and never retried."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
 from rd2h_proxy.continued_answer import Answer
+from rd2h_proxy.drain import Drain, StoppingError
 from rd2h_proxy.errors import ErrorAnswer
 from rd2h_proxy.failure import AttemptError
 from rd2h_proxy.stall import StallGuard, Writing
@@ -37,11 +41,13 @@ def error_response(answer: ErrorAnswer, request_id: str) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
-async def relay(http: web.Request, answer: Answer, request_id: str, guard: StallGuard) -> web.StreamResponse:
+async def relay(
+    http: web.Request, answer: Answer, request_id: str, guard: StallGuard, drain: Drain
+) -> web.StreamResponse:
     """Passes the answer on.
 
     Raises:
-        StreamCutError: the engine's stream ended early. The client's stream is finished with an error event.
+        StreamCutError: the engine's stream ended early, or the proxy has to stop; an error event ends the client's.
         ClientGoneError: the client does not read any more.
     """
     headers = {"Content-Type": answer.content_type, "X-Request-Id": request_id}
@@ -55,27 +61,26 @@ async def relay(http: web.Request, answer: Answer, request_id: str, guard: Stall
         try:
             writing.since = time.monotonic()
             await response.prepare(http)
-            # An empty chunk would end a chunked body.
-            if answer.head:
-                await response.write(answer.head)
-            writing.since = None
         except ConnectionError as error:
             raise ClientGoneError(str(error)) from error
-        await _pass_chunks(response, answer, writing)
+        await _pass_chunks(response, answer, writing, drain)
     return response
 
 
-async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Writing) -> None:
-    tail = answer.head
+async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Writing, drain: Drain) -> None:
+    tail = chunk = answer.head
     try:
-        while chunk := await answer.next_chunk():
-            tail = chunk
-            writing.since = time.monotonic()
-            try:
-                await response.write(chunk)
-            except ConnectionError as error:
-                raise ClientGoneError(str(error)) from error
-            writing.since = None
+        with _told_of_the_end(drain):
+            # An empty chunk would end a chunked body; the head may be empty when its first event is held back.
+            while chunk or (chunk := await answer.next_chunk()):
+                tail = chunk
+                writing.since = time.monotonic()
+                try:
+                    await response.write(chunk)
+                except ConnectionError as error:
+                    raise ClientGoneError(str(error)) from error
+                writing.since = None
+                chunk = b""
     except AttemptError as failure:
         writing.since = time.monotonic()
         await _end_with_error(response, failure, mid_event=bool(tail) and not tail.endswith((b"\n\n", b"\r\n\r\n")))
@@ -87,6 +92,17 @@ async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Wr
         await response.write_eof()
     except ConnectionError as error:
         raise ClientGoneError(str(error)) from error
+
+
+@contextmanager
+def _told_of_the_end(drain: Drain) -> Iterator[None]:
+    """Makes the drain's interruption a failure like any other, which the client is told in the stream."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if drain.interrupted():
+            raise StoppingError from None
+        raise
 
 
 async def _end_with_error(response: web.StreamResponse, failure: AttemptError, mid_event: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from rd2h_proxy.background import Background
+from rd2h_proxy.drain import Drain
 from rd2h_proxy.limits import AttemptLimits
 from rd2h_proxy.membership import Membership
 from rd2h_proxy.meta_link import MetaLink
@@ -28,6 +29,7 @@ class Router:
     """Address of the meta service as Decode knows it."""
     limits: AttemptLimits
     background: Background
+    drain: Drain = field(default_factory=Drain)
     ratio: TokenRatio = field(default_factory=TokenRatio)
 
     @property

@@ -37,6 +37,9 @@ from rd2h_proxy.target import Role, Target
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 30.0
+# After that, for telling the clients of requests that are not done.
+_LAST_WORDS_S = 2.0
+_CUT_S = 1.0
 # A connection without a complete request, new or kept alive; longer than the 60 s of the usual reverse proxies.
 _IDLE_CLIENT_S = 75.0
 
@@ -104,13 +107,18 @@ async def running(config: ProxyConfig, client: MetaApi) -> AsyncIterator[Running
         _run_beside(stack, guard.run(), "stall-guard")
         completions = CompletionHandler(Dispatcher(router, config.serving), journal, guard)
         app = make_app(router, completions, journal, guard, config.max_body_bytes)
+
+        async def drain(_app: web.Application) -> None:
+            await router.drain.run(_DRAIN_S, _LAST_WORDS_S)
+
+        app.on_shutdown.append(drain)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=_IDLE_CLIENT_S,
-            # aiohttp waits so long for a handler, then as long again after it has ended the request's body.
-            shutdown_timeout=_DRAIN_S / 2,
+            # For what is left when the drain is over: clients that do not read. aiohttp waits twice as long.
+            shutdown_timeout=_CUT_S,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
