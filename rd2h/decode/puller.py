@@ -200,9 +200,14 @@ class Puller:
     def _open(self, connection: Connection, answer: Answer) -> Answer:
         try:
             self._engine.open_session(answer.open_session or "")
-            return self._book.session_opened(connection, _now_ns(), "")
-        except EngineError as error:
-            return self._book.session_opened(connection, _now_ns(), str(error))
+            error = ""
+        except EngineError as problem:
+            error = str(problem)
+        except Exception as problem:
+            # A defect of the engine costs the Prefill whose session it is, not the thread.
+            logger.exception("rd2h: the transfer engine raised while it opened a session")
+            error = f"the transfer engine raised {type(problem).__name__}: {problem}"
+        return self._book.session_opened(connection, _now_ns(), error)
 
     def _read(self, task: ReadTask) -> ReadResult:
         if task.nothing_to_read:
