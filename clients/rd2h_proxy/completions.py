@@ -60,7 +60,7 @@ class CompletionHandler:
             return error_response(error.answer, base_id)
         except (ClientGoneError, asyncio.CancelledError) as end:
             forget_frames(end)
-            if isinstance(end, asyncio.CancelledError) and drain.interrupted():
+            if isinstance(end, asyncio.CancelledError) and drain.took_cancellation():
                 stopping = StoppingError()
                 finish(record, Phase.FAILED, stopping.answer.status, STOPPING)
                 return error_response(stopping.answer, base_id)

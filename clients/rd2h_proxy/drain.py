@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rd2h_proxy.errors import ErrorAnswer
@@ -21,15 +22,32 @@ class StoppingError(AttemptError):
         super().__init__(ErrorAnswer.make(503, STOPPING, 1), STOPPING, Blame.STOPPING)
 
 
+def _never() -> bool:
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request in flight."""
+
+    task: asyncio.Task[Any]
+    writing: Callable[[], bool] = _never
+    """Whether it is writing to its client. That is not interrupted, for what was not written then would be lost: the
+    request looks at `interrupted` itself when the write has ended."""
+    interrupted: bool = False
+    """Whether its time is over."""
+    cancelled: bool = False
+    """Whether its task was cancelled for that, and has not said yet that it knows (`Drain.took_cancellation`)."""
+
+
 class Drain:
     """Knows the task of every request. `run` lets them end, and interrupts those that do not.
 
-    An interrupted request sees a cancellation, as when its client goes away; `interrupted` tells the two apart.
+    An interrupted request sees a cancellation, as when its client goes away; `took_cancellation` tells the two apart.
     """
 
     def __init__(self) -> None:
-        self._requests: set[asyncio.Task[Any]] = set()
-        self._interrupted: set[asyncio.Task[Any]] = set()
+        self._tickets: dict[asyncio.Task[Any], Ticket] = {}
         self.over = False
         """Whether the drain time has passed."""
 
@@ -42,35 +60,45 @@ class Drain:
         """
         if self.over:
             raise StoppingError
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("requests are served by tasks")
-        self._requests.add(task)
+        task = _present_task()
+        self._tickets[task] = Ticket(task)
         try:
             yield
         finally:
-            self._requests.discard(task)
-            self._interrupted.discard(task)
+            del self._tickets[task]
 
-    def interrupted(self) -> bool:
+    def ticket(self) -> Ticket:
+        """The present task's."""
+        return self._tickets[_present_task()]
+
+    def took_cancellation(self) -> bool:
         """Called with a cancellation in hand: whether it is ours. If so it is used up, and the task may go on."""
-        task = asyncio.current_task()
-        if task is None or task not in self._interrupted:
+        ticket = self._tickets.get(_present_task())
+        if ticket is None or not ticket.cancelled:
             return False
-        self._interrupted.discard(task)
+        ticket.cancelled = False
         # Not when the client goes away in the same moment.
-        return task.uncancel() == 0
+        return ticket.task.uncancel() == 0
 
     async def run(self, limit_s: float, last_words_s: float) -> None:
         """Returns when all requests have ended: by themselves within `limit_s`, or told within `last_words_s` more."""
         await self._wait(limit_s)
         self.over = True
-        for task in self._requests:
-            self._interrupted.add(task)
-            task.cancel(STOPPING)
+        for ticket in self._tickets.values():
+            ticket.interrupted = True
+            if not ticket.writing():
+                ticket.cancelled = True
+                ticket.task.cancel(STOPPING)
         await self._wait(last_words_s)
 
     async def _wait(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while self._requests and (left_s := end - time.monotonic()) > 0:
-            await asyncio.wait(set(self._requests), timeout=left_s)
+        while self._tickets and (left_s := end - time.monotonic()) > 0:
+            await asyncio.wait(set(self._tickets), timeout=left_s)
+
+
+def _present_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("requests are served by tasks")
+    return task

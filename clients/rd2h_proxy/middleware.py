@@ -68,7 +68,7 @@ def errors_as_json(drain: Drain) -> Middleware:
         except ProxyError as error:
             return error_response(error.answer, "-")
         except asyncio.CancelledError:
-            if drain.interrupted():
+            if drain.took_cancellation():
                 return error_response(StoppingError().answer, "-")
             raise
         except ClientGoneError:

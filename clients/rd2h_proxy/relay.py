@@ -69,6 +69,8 @@ async def relay(
 
 async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Writing, drain: Drain) -> None:
     tail = chunk = answer.head
+    ticket = drain.ticket()
+    ticket.writing = lambda: writing.since is not None
     try:
         with _told_of_the_end(drain):
             # An empty chunk would end a chunked body; the head may be empty when its first event is held back.
@@ -81,6 +83,8 @@ async def _pass_chunks(response: web.StreamResponse, answer: Answer, writing: Wr
                     raise ClientGoneError(str(error)) from error
                 writing.since = None
                 chunk = b""
+                if ticket.interrupted:
+                    raise StoppingError
     except AttemptError as failure:
         writing.since = time.monotonic()
         await _end_with_error(response, failure, mid_event=bool(tail) and not tail.endswith((b"\n\n", b"\r\n\r\n")))
@@ -100,7 +104,7 @@ def _told_of_the_end(drain: Drain) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if drain.interrupted():
+        if drain.took_cancellation():
             raise StoppingError from None
         raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -111,24 +111,38 @@ async def test_requests_that_wait_or_pass_through_get_503_after_the_drain_time(m
             assert "stopping" in reply.json()["error"]["message"]
 
 
-async def test_a_client_that_does_not_read_does_not_hold_up_the_end(meta: str) -> None:
-    async with chain(meta) as c, MetaClient(meta) as client:
-        c.decode.script.chunks, c.decode.script.unpaced = 400_000, True
+async def stalled_client(c: Chain, proxy: RunningProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that has stopped to read for so long that Decode cannot write any more."""
+    c.decode.script.chunks, c.decode.script.unpaced = 400_000, True
+    host, port = proxy.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = b'{"prompt": "xxxxxxxxxxxxxxxxxxxx", "stream": true}'
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    last = -1
+    while c.decode.counts["chunks"] != last or last == 0:
+        last = c.decode.counts["chunks"]
+        await asyncio.sleep(0.3)
+    return reader, writer
+
+
+@pytest.mark.parametrize("reads_again", [False, True])
+async def test_a_client_that_does_not_read_gets_the_error_event_if_it_reads_again_in_time(
+    meta: str, reads_again: bool
+) -> None:
+    async with chain(meta) as c, MetaClient(meta) as client, AsyncExitStack() as stack:
         config = make_config(meta, [c.prefill.address], [c.decode.address], "--recompute", "off")
-        async with service.running(config, client) as proxy:
-            host, port = proxy.address.split(":")
-            _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-            body = b'{"prompt": "xxxxxxxxxxxxxxxxxxxx", "stream": true}'
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            last = -1
-            while c.decode.counts["chunks"] != last or last == 0:
-                last = c.decode.counts["chunks"]
-                await asyncio.sleep(0.3)
-            began = time.monotonic()
-        assert time.monotonic() - began < DRAIN_S + 5
+        proxy = await stack.enter_async_context(service.running(config, client))
+        reader, writer = await stalled_client(c, proxy)
+        began = time.monotonic()
+        stop = asyncio.create_task(stack.aclose())
+        await until(lambda: proxy.router.drain.over, "the drain time is over")
+        received = await reader.read() if reads_again else b""
+        await stop
+        assert time.monotonic() - began < DRAIN_S + (1 if reads_again else 5)
         record = proxy.journal.recent[0]
-        assert record.life.phase is Phase.ABORTED
+        assert record.life.phase is (Phase.FAILED if reads_again else Phase.ABORTED)
         assert "stopping" in record.reason
+        assert (b"the proxy is stopping" in received[-1000:]) is reads_again
         writer.close()
 
 
