@@ -65,8 +65,14 @@ class Operations:
         }
 
     async def to_decode(self, http: web.Request) -> web.StreamResponse:
-        """Passes a small request that any Decode engine can answer, as it is."""
-        body = bytes(await read_body(http, self._body_limit_s))
+        """Passes a small request that any Decode engine can answer, as it is.
+
+        Raises:
+            ProxyError: the body cannot be had, or too many such requests are under way.
+        """
+        body = bytes(await read_body(http, self._body_limit_s, self._router.bodies))
+        # Not before: clients that send slowly would keep the places.
+        self._router.passing.holding(http).add(1)
         for target in sorted(self._router.decode.usable(), key=lambda target: target.in_flight):
             try:
                 status, content_type, answer = await self._ask(target, http.method, http.path_qs, body, http)

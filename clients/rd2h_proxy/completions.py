@@ -77,8 +77,8 @@ class CompletionHandler:
 
     async def _serve(self, http: web.Request, api: Api, record: RequestRecord) -> web.StreamResponse:
         # The text is dropped as soon as it is parsed: a stream lives long, and pictures are large.
-        limits, limit_s = self._dispatcher.limits, self._guard.limit_s
-        request = parse_request(api, await read_body(http, limit_s), limits.max_children)
+        limits, bodies = self._dispatcher.limits, self._dispatcher.router.bodies
+        request = parse_request(api, await read_body(http, self._guard.limit_s, bodies), limits.max_children)
         record.children = request.expected_children
         tried = Tried()
         while True:

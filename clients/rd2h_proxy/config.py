@@ -41,6 +41,8 @@ class ProxyConfig:
     decode_limit: int
     max_waiting: int
     max_body_bytes: int
+    max_bodies_bytes: int
+    max_passing: int
     stream_idle_s: float
     client_stall_s: float
     attempt: AttemptLimits
@@ -122,6 +124,8 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-children", serving.max_children, "most prompts x n of one request"),
         ("--retries", serving.retries, "further attempts on other engines while nothing was sent"),
         ("--max-body-mib", 64, "largest request body"),
+        ("--max-bodies-mib", 2048, "request bodies of all clients together; more get 503"),
+        ("--max-passing", 64, "/tokenize, /detokenize and /v1/models under way; more get 503"),
     ):
         limits.add_argument(flag, type=int, default=count, help=f"{text} (default %(default)s)")
 
@@ -135,8 +139,20 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     _check_range("--port", args.port, 0, 65535)
     prefill = _addresses("prefiller", args.prefiller_hosts, args.prefiller_ports)
     decode = _addresses("decoder", args.decoder_hosts, args.decoder_ports)
-    for flag in ("prefill_limit", "decode_limit", "max_waiting", "max_children", "max_body_mib"):
+    for flag in (
+        "prefill_limit",
+        "decode_limit",
+        "max_waiting",
+        "max_children",
+        "max_body_mib",
+        "max_bodies_mib",
+        "max_passing",
+    ):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, 1_000_000)
+    if args.max_bodies_mib < args.max_body_mib:
+        raise ConfigError(
+            f"--max-bodies-mib: {args.max_bodies_mib} given, allowed are --max-body-mib ({args.max_body_mib}) and more"
+        )
     _check_range("--retries", args.retries, 0, 10)
     for flag in (
         "queue_s",
@@ -175,6 +191,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         decode_limit=args.decode_limit,
         max_waiting=args.max_waiting,
         max_body_bytes=args.max_body_mib << 20,
+        max_bodies_bytes=args.max_bodies_mib << 20,
+        max_passing=args.max_passing,
         stream_idle_s=args.stream_idle_s,
         client_stall_s=args.client_stall_s,
         attempt=AttemptLimits(

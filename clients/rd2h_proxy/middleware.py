@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import ExitStack
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from rd2h_proxy.bound import AT_END
 from rd2h_proxy.drain import Drain, StoppingError
 from rd2h_proxy.errors import ErrorAnswer, ProxyError
 from rd2h_proxy.relay import ClientGoneError, error_response
@@ -18,12 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def known_to(drain: Drain) -> Middleware:
-    """Has the drain know of requests until their answers are written. The outermost."""
+    """Has the drain know of requests until their answers are written, and gives back what they held. The outermost."""
 
     @web.middleware
     async def serve(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            with drain.request():
+            with drain.request(), ExitStack() as at_end:
+                request[AT_END] = at_end
                 return await handler(request)
         except StoppingError as late:
             return error_response(late.answer, "-")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from rd2h_proxy.background import Background
+from rd2h_proxy.bound import Bound
 from rd2h_proxy.drain import Drain
 from rd2h_proxy.limits import AttemptLimits
 from rd2h_proxy.membership import Membership
@@ -29,6 +30,10 @@ class Router:
     """Address of the meta service as Decode knows it."""
     limits: AttemptLimits
     background: Background
+    bodies: Bound
+    """Bytes of the clients' bodies."""
+    passing: Bound
+    """Requests that are passed to an engine as they are."""
     drain: Drain = field(default_factory=Drain)
     ratio: TokenRatio = field(default_factory=TokenRatio)
 

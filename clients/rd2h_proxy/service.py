@@ -20,6 +20,7 @@ from rd2h_client.options import ClientOptions, TlsOptions
 
 from rd2h_proxy.app import make_app
 from rd2h_proxy.background import Background
+from rd2h_proxy.bound import Bound
 from rd2h_proxy.completions import CompletionHandler
 from rd2h_proxy.config import ProxyConfig
 from rd2h_proxy.dispatcher import Dispatcher
@@ -154,6 +155,8 @@ async def _build(config: ProxyConfig, client: MetaApi, stack: AsyncExitStack) ->
         metaserver=config.meta_advertised,
         limits=config.attempt,
         background=background,
+        bodies=Bound(config.max_bodies_bytes, "bytes of request bodies may be held at a time"),
+        passing=Bound(config.max_passing, "requests may be passed through at a time"),
     )
     _run_beside(stack, Prober(session, (prefill, decode)).run(), "prober")
     _run_beside(stack, membership.run(client), "membership")

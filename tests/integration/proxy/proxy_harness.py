@@ -153,6 +153,7 @@ class Chain:
             all(target.in_flight == 0 and target.work_tokens == 0 for target in targets)
             and not self.proxy.journal.in_flight
             and router.prefill.waiting == router.decode.waiting == 0
+            and router.bodies.used == router.passing.used == 0
             and len(router.background) == 0
             and all(engine.active == 0 for engine in [*self.prefills, *self.decodes])
             and all(decode.held == 0 and not decode.slots for decode in self.decodes)

@@ -59,6 +59,8 @@ def test_without_engines_they_come_from_the_registry() -> None:
         ("--port 65536", "--port: 65536 given, allowed are 0 to 65535"),
         ("--queue-s 0", "--queue-s: 0 given"),
         ("--ttl-s 7201", "--ttl-s: 7201 given, allowed are seconds above 0 and up to 7200"),
+        ("--max-bodies-mib 63", "--max-bodies-mib: 63 given, allowed are --max-body-mib (64) and more"),
+        ("--max-passing 0", "--max-passing: 0 given, allowed are 1 to"),
         ("--retries -1", "--retries: -1 given"),
         ("--meta-token-file /nonexistent/token", "cannot be read"),
     ],
