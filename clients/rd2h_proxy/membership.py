@@ -139,8 +139,6 @@ class Membership:
         return target
 
     def _prune(self) -> None:
-        """Forgets discovered targets without engines, but not while requests are on them: they must stay watched."""
         for pool in self._pools.values():
             for target in list(pool.targets):
-                if not target.static and not target.engines and target.in_flight == 0:
-                    pool.remove(target.address)
+                pool.forget_if_gone(target)

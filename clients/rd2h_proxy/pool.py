@@ -62,6 +62,7 @@ class Lease:
             self.target.breaker.abandoned()
         self.target.in_flight -= 1
         self.target.work_tokens -= self._work_tokens
+        self._pool.forget_if_gone(self.target)
         self._pool.wake()
 
     def __enter__(self) -> Self:
@@ -125,9 +126,13 @@ class EnginePool:
         self._targets[target.address] = target
         self.wake()
 
-    def remove(self, address: str) -> None:
-        """Forgets a target; requests on it keep their lease until they end."""
-        self._targets.pop(address, None)
+    def forget_if_gone(self, target: Target) -> None:
+        """Forgets a target that is neither registered nor named by the operator, and has no requests.
+
+        While it has some it must stay watched.
+        """
+        if not target.static and not target.engines and target.in_flight == 0:
+            self._targets.pop(target.address, None)
 
     def usable(self, fits: Filter = anything, exclude: Collection[str] = ()) -> list[Target]:
         """Targets that may take requests now, with or without room."""

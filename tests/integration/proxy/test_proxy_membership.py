@@ -152,6 +152,25 @@ async def test_requests_on_a_restarted_engine_end_at_once(meta: str) -> None:
         await until(lambda: decode.active == prefill.active == 0, "both engines were aborted")
 
 
+async def test_an_engine_that_vanished_under_load_is_forgotten_with_its_last_request(meta: str) -> None:
+    async with world(meta, "--retries", "0") as w:
+        prefill = await w.prefill()
+        prefill.gate = asyncio.Event()
+        decode = await w.decode()
+        await w.usable_is(1, 1)
+        request = asyncio.create_task(w.ask())
+        await until(lambda: prefill.active == 1, "Prefill works")
+        pool = w.proxy.router.decode
+        assert decode.registration is not None
+        await decode.registration.close()
+        await w.usable_is(1, 0)
+        assert pool.get(decode.address) is not None, "it has a request, and is watched"
+        prefill.gate.set()
+        assert await request == 200
+        await until(lambda: pool.get(decode.address) is None, "it is forgotten", 2)
+        decode.registration = None
+
+
 async def test_decode_without_kv_room_is_avoided(meta: str) -> None:
     async with world(meta) as w:
         await w.prefill()

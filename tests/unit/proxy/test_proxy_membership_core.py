@@ -96,8 +96,18 @@ async def test_a_target_with_requests_stays_known_until_they_end() -> None:
     assert pool.get("h:1") is not None
     assert addresses(pool) == []
     lease.release()
-    membership.apply(added(engine("b", "h:2")))
     assert pool.get("h:1") is None
+
+
+async def test_a_target_that_came_back_while_it_had_requests_stays() -> None:
+    membership, pool = make(True, "h:9")
+    membership.apply(added(engine("a", "h:1"), snapshot=True))
+    first, second = await pool.acquire(1, 1), await pool.acquire(1, 1)
+    membership.apply(removed(engine("a", "h:1")))
+    membership.apply(added(engine("a", "h:1", generation=2)))
+    first.release()
+    second.release()
+    assert addresses(pool) == ["h:1", "h:9"]
 
 
 def test_pairs_need_equal_layouts_and_divisible_tensor_parallelism() -> None:
