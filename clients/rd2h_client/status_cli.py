@@ -21,6 +21,8 @@ TARGET_VARIABLE = "RD2H_META_TARGET"
 
 _EXIT_UNREACHABLE = 1
 _EXIT_USAGE = 2
+_SHORTEST_INTERVAL_S = 0.1
+_LONGEST_S = 86_400
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch one object a line")
     parser.add_argument("--watch", action="store_true", help="show again and again until interrupted")
-    parser.add_argument("--interval-s", type=float, default=2.0, help="seconds between two looks (default: 2)")
+    parser.add_argument(
+        "--interval-s", type=float, default=2.0, help="seconds between two looks, at least 0.1 (default: 2)"
+    )
     parser.add_argument("--deadline-s", type=float, default=5.0, help="longest wait for an answer (default: 5)")
     parser.add_argument("--ca", metavar="FILE", help="PEM file with the authorities of the service's certificate")
     parser.add_argument("--cert", metavar="FILE", help="PEM file with a client certificate (mutual TLS)")
@@ -46,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status: 1 when the service does not answer, 2 for wrong arguments."""
     try:
+        _check_times(args)
         client = SyncMetaClient(args.target, _options(args))
     except (AddressError, OptionsError) as error:
         print(f"rd2h status: {error}", file=sys.stderr)
@@ -61,7 +66,7 @@ def _watch(client: SyncMetaClient, args: argparse.Namespace) -> int:
             if not args.json and sys.stdout.isatty():
                 print(_CLEAR, end="")
             _show(client, args)
-            time.sleep(max(0.1, args.interval_s))
+            time.sleep(max(_SHORTEST_INTERVAL_S, args.interval_s))
     except KeyboardInterrupt:
         return 0
 
@@ -77,6 +82,12 @@ def _show(client: SyncMetaClient, args: argparse.Namespace) -> int:
     else:
         print(as_text(listed, stats), end="", flush=True)
     return 0
+
+
+def _check_times(args: argparse.Namespace) -> None:
+    for flag, value_s in (("--interval-s", args.interval_s), ("--deadline-s", args.deadline_s)):
+        if not 0 < value_s <= _LONGEST_S:  # nan is refused, too
+            raise OptionsError(f"{flag}: {value_s:g} given, allowed are seconds above 0 and up to {_LONGEST_S}")
 
 
 def _options(args: argparse.Namespace) -> ClientOptions:
