@@ -61,6 +61,10 @@ class Operations:
             "meta_service_connected": router.meta.connected,
             "prefill_instances": len(router.prefill.usable()),
             "decode_instances": len(router.decode.usable()),
+            "held": {
+                "body_bytes": {"used": router.bodies.used, "limit": router.bodies.limit},
+                "passing": {"used": router.passing.used, "limit": router.passing.limit},
+            },
             "engines": engines,
         }
 

@@ -93,8 +93,6 @@ class ProxyMetrics:
         yield from self._total.lines("rd2h_proxy_request_seconds", "")
         yield from self._engine_lines()
         router = self._router
-        yield from _single("body_bytes", "gauge", "Request bodies held, in bytes.", router.bodies.used)
-        yield from _single("passing", "gauge", "Requests passed to an engine as they are.", router.passing.used)
         yield from _single(
             "meta_service_connected", "gauge", "1 when the meta service is there.", int(router.meta.connected)
         )
