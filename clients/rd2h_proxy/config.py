@@ -124,7 +124,7 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-children", serving.max_children, "most prompts x n of one request"),
         ("--retries", serving.retries, "further attempts on other engines while nothing was sent"),
         ("--max-body-mib", 64, "largest request body"),
-        ("--max-bodies-mib", 2048, "request bodies of all clients together; more get 503"),
+        ("--max-bodies-mib", 1024, "request bodies of all clients together; more get 503"),
         ("--max-passing", 64, "/tokenize, /detokenize and /v1/models under way; more get 503"),
     ):
         limits.add_argument(flag, type=int, default=count, help=f"{text} (default %(default)s)")
