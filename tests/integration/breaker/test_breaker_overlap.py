@@ -190,6 +190,37 @@ def test_no_message_is_ever_left_lying(pairs: list[Pair], threads: int) -> None:
     assert pair.decode.alive()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("read_s", [0.0, 0.0003])
+def test_a_message_that_comes_while_another_is_answered_is_not_left_lying(
+    pairs: list[Pair], threads: int, read_s: float
+) -> None:
+    """One quiet connection with two messages, then nothing: sending the first answer may swallow the second's edge."""
+    pair = Pair(replace(NO_HEARTBEATS, read_threads=threads))
+    pairs.append(pair)
+    pair.decode.control(ReadControl(before_s=read_s))
+    child = pair.prompts.child(2)
+    pair.prefill.write([Part(child, pair.address, 0, 2, True)])
+    pair.decode.add([child])
+    requests = requests_of(child)
+    chance = random.Random(threads)
+    hand = pair.hand()
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        hand.ready(chance.randrange(SPEC.layers), child, requests, last=False)
+        begin, pause_s = time.perf_counter(), chance.random() * (0.0005 + 2 * read_s)
+        while time.perf_counter() < begin + pause_s:
+            pass
+        hand.ready(chance.randrange(SPEC.layers), child, requests, last=False)
+        if chance.random() < 0.2:
+            hand.ready(chance.randrange(SPEC.layers), child, requests, last=False)
+        hand.collect()
+    assert hand.answered == hand.sent
+    assert not hand.failed
+    assert len(hand.sent) > 200
+    hand.raw.close()
+
+
 @pytest.mark.parametrize(("threads", "slow"), [(2, 1), (4, 1), (4, 2), (8, 3)])
 def test_slow_connections_never_take_all_threads(pairs: list[Pair], threads: int, slow: int) -> None:
     """A Prefill with long reads may use two threads, but its neighbours must find one."""
