@@ -293,7 +293,7 @@ class PublishBook:
         if isinstance(message, _ANSWERS):
             endpoint.heard(now)
             self._acknowledge(endpoint, message, now)
-            if isinstance(message, ReadDone):
+            if isinstance(message, ReadDone) and not endpoint.legacy:  # a legacy Decode was not asked for these
                 for layer_idx, seq in message.also:
                     self._acknowledge(endpoint, ReadDone(layer_idx, seq, message.refused), now)
             if endpoint.legacy:
