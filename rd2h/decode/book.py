@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from rd2h.children import ChildSpec, ChildTable, FailureKind, Finished, Outcome
-from rd2h.decode.connection import MAX_JOBS, MAX_RUNNING, Connection, Job
+from rd2h.decode.connection import MAX_JOBS, Connection, Job
 from rd2h.decode.destination import Destination
 from rd2h.decode.handshake import contributor_of
 from rd2h.decode.options import PullerOptions
@@ -254,8 +254,8 @@ class PullBook:
             self._forget(connection, f"Prefill queued more than {MAX_JOBS} messages", now_s)
             return None, None
         connection.jobs.append(Job(message, now_s))
-        if connection.busy or connection.parked or len(connection.running) == MAX_RUNNING:
-            return None, None
+        if connection.busy or connection.parked or not self._planner.may_begin(connection):
+            return None, None  # who has the turn, the book or a read that returns goes on with it
         connection.busy = True
         return connection, None
 
