@@ -23,7 +23,7 @@ from rd2h.decode.connection import Connection
 from rd2h.decode.destination import Destination
 from rd2h.decode.options import PullerOptions
 from rd2h.decode.router import SharedRouter
-from rd2h.decode.service import ServiceQueue
+from rd2h.decode.service import SLOW_S, ServiceQueue
 from rd2h.decode.steps import Answer, ReadEnd, ReadTask, Turn
 from rd2h.engines import READ_OK, ReadCode, ReadResult, TransferEngine
 from rd2h.errors import EngineError
@@ -79,8 +79,8 @@ class Puller:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Start no new read, wait for running ones, close the socket."""
-        self._stopping = True
         self._book.close()
+        self._stopping = True
         self._router.wake()
         self._nudge.set()
         deadline = time.monotonic() + timeout_s
@@ -139,11 +139,11 @@ class Puller:
     def _serve_loop(self) -> None:
         try:
             bind_this_thread(self._options.cpus)
-            served = False
+            served = slow = False
             while not self._stopping:
                 if not served or self._router.unattended:  # serving ends with a look at the socket, if it touches it
                     self._receive()
-                connection, more = self._queue.take(after=served)
+                connection, slow, more = self._queue.take(after=served, slow=slow)
                 served = connection is not None
                 if connection is None:
                     self._router.wait()
@@ -151,6 +151,10 @@ class Puller:
                 if more:
                     self._router.wake()
                 self._serve(connection)
+            # Reads that have returned end in the book, though no new ones begin.
+            while (taken := self._queue.take(after=served, slow=slow))[0] is not None:
+                served, slow = True, taken[1]
+                self._serve(taken[0])
         except Exception:
             logger.exception("rd2h puller thread died")
             raise
@@ -191,8 +195,8 @@ class Puller:
                 answer = step
             if answer.payloads and not self._router.send(connection.identity, *answer.payloads):
                 book.drop(connection.identity, "the connection to Prefill was lost", _now_s())
-            if self._queue.others_wait:
-                self._queue.put(connection)  # still busy: its turn comes after theirs
+            if self._queue.others_wait or connection.read_s >= SLOW_S:
+                self._queue.put(connection)  # still busy: its turn comes after theirs, if others wait
                 return
         if connection.parked:
             self._nudge.set()  # the keeper watches over the parking time
