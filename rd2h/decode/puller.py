@@ -4,7 +4,8 @@
 answers, so nothing is handed over on the way. At most ``read_threads`` of them serve at a time, so one is always left
 to receive, however long reads take; and a connection's messages are begun and answered by one thread at a time, in
 order, while up to two of its reads run. A keeper thread sends heartbeats and watches over time limits. ``PullBook``
-holds all shared state under one lock that is never held during a read or a send.
+holds all shared state under one lock that is never held during a read or a send. Connections with slow reads, however
+many, leave one serving thread to the others (``ServiceQueue``).
 
 Bounds: ``max_connections`` connections (the longest silent one that feeds no child gives way), ``MAX_JOBS`` queued
 messages a connection, ``read_threads`` reads at a time, ``park_timeout_s`` for a message whose destination is not
