@@ -58,7 +58,7 @@ async def test_text(busy_service: MetaProcess) -> None:
 
 
 async def test_json(busy_service: MetaProcess) -> None:
-    done = await asyncio.to_thread(status, "--json", environment={"RD2H_META_TARGET": busy_service.target})
+    done = await asyncio.to_thread(status, "--json", environment={"RD2H_META_SERVICE": busy_service.target})
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     first, second = data["engines"]
