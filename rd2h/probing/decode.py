@@ -67,7 +67,7 @@ def run_decode(settings: ProbeSettings, as_json: bool) -> int:
         socket.setsockopt(zmq.IPV6, settings.ipv6)
         socket.connect(f"tcp://{settings.endpoint}")
         hello = {"op": "hello", "v": PROBE_VERSION, "backend": settings.backend, "protocol": settings.protocol.value}
-        offer = Offer.from_fields(_ask(socket, hello, settings.timeout_s))
+        offer = Offer.from_fields(_ask(socket, hello, settings))
         if offer.length > settings.size_bytes:
             raise ConfigError(
                 f"Prefill offers {offer.length} bytes; --max-mib allows {settings.size_bytes}", key="--max-mib"
@@ -76,10 +76,10 @@ def run_decode(settings: ProbeSettings, as_json: bool) -> int:
         try:
             reports, call_us = _measure(settings, engine, offer)
         except Rd2hError:
-            _ask(socket, {"op": "result", "passed": False}, settings.timeout_s)
+            _ask(socket, {"op": "result", "passed": False}, settings)
             raise
         passed = not any(report.wrong_bytes for report in reports)
-        _ask(socket, {"op": "result", "passed": passed}, settings.timeout_s)
+        _ask(socket, {"op": "result", "passed": passed}, settings)
         _print(settings, reports, call_us, passed, as_json)
         return 0 if passed else 1
     finally:
@@ -170,11 +170,12 @@ def _count_wrong(buffer: ProbeBuffer, case: Case, offer: Offer) -> int:
     return wrong
 
 
-def _ask(socket: zmq.Socket[bytes], fields: dict[str, object], timeout_s: float) -> dict[str, object]:
+def _ask(socket: zmq.Socket[bytes], fields: dict[str, object], settings: ProbeSettings) -> dict[str, object]:
     """One request and its answer. Raises ProbeTimeoutError, WireError."""
     socket.send(encode(fields))
-    if not socket.poll(int(timeout_s * 1000) + 1):
-        raise ProbeTimeoutError(f"Prefill has not answered {fields['op']!r} within {timeout_s:g} s")
+    if not socket.poll(int(settings.timeout_s * 1000) + 1):
+        where, waited = settings.endpoint, f"{settings.timeout_s:g} s"
+        raise ProbeTimeoutError(f"Prefill at {where} has not answered {fields['op']!r} within {waited}")
     answer = decode(socket.recv())
     if answer.get("ok") is not True:
         raise WireError(f"Prefill refused {fields['op']!r}: {str(answer.get('error'))[:500]}")

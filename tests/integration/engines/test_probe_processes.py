@@ -162,7 +162,7 @@ def test_waits_are_bounded(prefill):
         silent.close(linger=0)
         context.term()
     assert done.returncode == 2
-    assert "has not answered 'hello' within 0.3 s" in done.stderr
+    assert f"Prefill at 127.0.0.1:{port} has not answered 'hello' within 0.3 s" in done.stderr
 
 
 @pytest.mark.parametrize(
