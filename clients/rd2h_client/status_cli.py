@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
+
 from rd2h_client.addresses import AddressError
 from rd2h_client.channels import OptionsError
 from rd2h_client.errors import MetaError
@@ -75,7 +77,8 @@ def _show(client: SyncMetaClient, args: argparse.Namespace) -> int:
     try:
         listed, stats = client.list_leases(), client.stats()
     except MetaError as error:
-        print(f"rd2h status: {client.target.url}: {error}", file=sys.stderr)
+        why = client.connect_failure() if error.code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
+        print(f"rd2h status: {client.target.url}: {error}" + (f" ({why})" if why else ""), file=sys.stderr)
         return _EXIT_UNREACHABLE
     if args.json:
         print(json.dumps(as_data(listed, stats), indent=None if args.watch else 1), flush=True)

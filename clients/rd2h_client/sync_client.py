@@ -17,6 +17,8 @@ from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
 from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryStub
 from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousStub
 
+_LOOK_S = 1.0
+
 
 class SyncMetaClient:
     """Blocking calls with deadlines; thread-safe. Every method raises MetaError when refused or without an answer."""
@@ -121,6 +123,17 @@ class SyncMetaClient:
         request = rendezvous_pb2.GetRendezvousStatsRequest()
         response: rendezvous_pb2.GetRendezvousStatsResponse = self._call(self._rendezvous.GetRendezvousStats, request)
         return response
+
+    def connect_failure(self) -> str:
+        """Return in words why the service cannot be reached; empty when it can be, or when nothing is known."""
+        request = rendezvous_pb2.GetRendezvousStatsRequest()
+        try:
+            # Without waiting for a connection a call ends with what the last try to connect met.
+            self._rendezvous.GetRendezvousStats(request, timeout=_LOOK_S, metadata=self._metadata, wait_for_ready=False)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+            return failure.message if failure.code is grpc.StatusCode.UNAVAILABLE else ""
+        return ""
 
     def _call(self, method: Any, request: Any) -> Any:
         deadline_s = time.monotonic() + self._options.deadline_s

@@ -89,7 +89,8 @@ async def test_watch(busy_service: MetaProcess) -> None:
 def test_errors_are_one_line() -> None:
     done = status("grpc://127.0.0.1:1", "--deadline-s", "0.3")
     assert done.returncode == 1
-    assert done.stderr.startswith("rd2h status: grpc://127.0.0.1:1: DEADLINE_EXCEEDED: no answer within 0.3 s")
+    assert done.stderr.startswith("rd2h status: grpc://127.0.0.1:1: DEADLINE_EXCEEDED: no answer within 0.3 s (")
+    assert "Connection refused" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     done = status("http://x")
     assert done.returncode == 2
