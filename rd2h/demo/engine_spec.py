@@ -88,6 +88,8 @@ class EngineSpec:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_CACHE_ROOT": str(cache_root),
+            # Else it is in the folder for temporary files, which lasts as long as the run.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_root / "torchinductor"),
             # Adds /reset_prefix_cache.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",

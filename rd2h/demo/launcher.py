@@ -1,6 +1,7 @@
 """Starts vLLM engines, meta service and proxy of the demo, and stops them all, whatever happens."""
 
 import contextlib
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +21,11 @@ class Launcher:
         """With `fork_server` vLLM is imported once and engines start in seconds; without, each imports it itself."""
         self.log_dir = log_dir
         self.progress = progress
-        self._fork_server = ForkServerClient(log_dir / "fork-server.log") if fork_server else None
+        # vLLM leaves sockets and rendezvous files behind in the folder for temporary files, about eight an engine.
+        self._scratch = tempfile.TemporaryDirectory(prefix="rd2h-", ignore_cleanup_errors=True)
+        self._temporary = {"TMPDIR": self._scratch.name}
+        log_path = log_dir / "fork-server.log"
+        self._fork_server = ForkServerClient(log_path, self._temporary) if fork_server else None
         self._fork_server_ready = False
         self._processes: list[ManagedProcess] = []
 
@@ -35,6 +40,7 @@ class Launcher:
     def close(self) -> None:
         """Stops everything; every process is tried even if stopping another one failed."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._scratch.cleanup)
             if self._fork_server is not None:
                 stack.callback(self._fork_server.close)
             # An ExitStack runs its callbacks in reverse: the newest process stops first, the fork server last.
@@ -52,7 +58,7 @@ class Launcher:
             for rank in range(spec.tp_size):
                 require_free(spec.kv_port + rank, f"connector rank {rank} of engine {spec.name}")
         arguments = spec.arguments(port)
-        environment = spec.environment(default_cache_dir() / "vllm")
+        environment = {**spec.environment(default_cache_dir() / "vllm"), **self._temporary}
         log_path = self.log_dir / f"{spec.name}.log"
         url = f"http://{LOOPBACK}:{port}"
         process: ManagedProcess

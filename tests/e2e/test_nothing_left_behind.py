@@ -1,10 +1,13 @@
-"""Whatever ends the driver of engines, no process of it is left."""
+"""Whatever ends the driver of engines, no process of it is left; if it can still act, no temporary file either."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,13 @@ DRIVER = textwrap.dedent("""
         sys.stdin.readline()
         raise RuntimeError("on purpose")
 """)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, with a name short enough for vLLM's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
 
 
 def stat_of(pid: int) -> tuple[str, int, int] | None:
@@ -60,10 +70,11 @@ def still_running(processes: dict[int, int]) -> list[int]:
 
 
 @pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGKILL], ids=["failure", "ctrl-c", "kill -9"])
-def test_driver_of_an_engine(tmp_path: Path, end: signal.Signals | None) -> None:
+def test_driver_of_an_engine(tmp_path: Path, scratch: Path, end: signal.Signals | None) -> None:
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]
     pipe = subprocess.PIPE
-    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env)
     try:
         assert driver.stdout is not None
         assert driver.stdin is not None
@@ -71,6 +82,7 @@ def test_driver_of_an_engine(tmp_path: Path, end: signal.Signals | None) -> None
         processes = descendants(driver.pid)
         # Fork server, API server, engine core.
         assert len(processes) >= 3
+        assert list(scratch.rglob("*-*-*-*-*")), "vLLM has no sockets there, so this looks at the wrong folder"
         if end is None:
             driver.stdin.write("fail\n")
             driver.stdin.flush()
@@ -84,13 +96,16 @@ def test_driver_of_an_engine(tmp_path: Path, end: signal.Signals | None) -> None
     while left := still_running(processes):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
+    if end is not signal.SIGKILL:
+        assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.pd
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
-def test_demo_that_is_interrupted(tmp_path: Path, end: signal.Signals) -> None:
+def test_demo_that_is_interrupted(tmp_path: Path, scratch: Path, end: signal.Signals) -> None:
     command = [sys.executable, "-m", "rd2h.cli", "demo", "--log-dir", str(tmp_path)]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         assert demo.stdout is not None
         for line in demo.stdout:
@@ -106,3 +121,4 @@ def test_demo_that_is_interrupted(tmp_path: Path, end: signal.Signals) -> None:
         demo.kill()
         demo.communicate()
     assert still_running(processes) == []
+    assert list(scratch.iterdir()) == []
