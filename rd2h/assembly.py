@@ -29,6 +29,7 @@ from rd2h.engines.suppressed import SuppressedReads
 from rd2h.errors import ConfigError
 from rd2h.groups import CacheGroups, infer_groups
 from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
+from rd2h.load import LoadMeter
 from rd2h.offload.config import SparseOffloadConfig
 from rd2h.offload.destination import find_manager, offload_destination, offload_layout
 from rd2h.prefill.admission import AdmissionRules
@@ -164,11 +165,6 @@ class DecodeSchedulerSide:
         if unhealthy and self.control is not None:
             self.control.note_unhealthy(unhealthy)
 
-    def note_load(self, running: int) -> None:
-        """Load for the next keep-alive."""
-        if self.control is not None:
-            self.control.note_load(running, self.half.pulling)
-
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call."""
         return self.half.stats.take()
@@ -180,11 +176,11 @@ class DecodeSchedulerSide:
 
 
 def prefill_scheduler(
-    facts: EngineFacts, handshakes: Mapping[int, Handshake], beside_loaders: bool
+    facts: EngineFacts, handshakes: Mapping[int, Handshake], load: LoadMeter, beside_loaders: bool
 ) -> PrefillSchedulerSide:
     """Prefill's scheduler half, registered with the meta service if one is configured."""
     handshake = _agreed(facts, handshakes)
-    control = _control(facts, handshake)
+    control = _control(facts, handshake, load)
     rules = AdmissionRules(
         facts.sizes.tp_size,
         handshake.contract.fingerprint(),
@@ -203,11 +199,12 @@ def prefill_scheduler(
     return PrefillSchedulerSide(half, control)
 
 
-def decode_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> DecodeSchedulerSide:
+def decode_scheduler(facts: EngineFacts, handshakes: Mapping[int, Handshake], load: LoadMeter) -> DecodeSchedulerSide:
     """Decode's scheduler half, registered with the meta service if one is configured."""
     handshake = _agreed(facts, handshakes)
-    control = _control(facts, handshake)
+    control = _control(facts, handshake, load)
     half = DecodeScheduler(facts.groups, handshake.contract, control, Timeline.from_environment("D"))
+    load.pulling = lambda: half.pulling
     return DecodeSchedulerSide(half, control)
 
 
@@ -218,12 +215,12 @@ def _agreed(facts: EngineFacts, handshakes: Mapping[int, Handshake]) -> Handshak
     return distinct.pop()
 
 
-def _control(facts: EngineFacts, handshake: Handshake) -> ControlPlane | None:
+def _control(facts: EngineFacts, handshake: Handshake, load: LoadMeter) -> ControlPlane | None:
     if facts.config.meta_service is None:
         return None
     from rd2h.meta_link import MetaLink
 
-    return MetaLink(facts.config, facts.identity(handshake.generation), handshake.contract, facts.producer)
+    return MetaLink(facts.config, facts.identity(handshake.generation), handshake.contract, facts.producer, load)
 
 
 # --- worker halves ----------------------------------------------------------------------------------------------

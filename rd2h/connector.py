@@ -23,6 +23,7 @@ from rd2h import assembly, vllm_compat
 from rd2h.assembly import EngineFacts, Handshake
 from rd2h.config import ConnectorConfig
 from rd2h.errors import Rd2hError, StateError
+from rd2h.load import BlockPool, LoadMeter
 from rd2h.metrics import Rd2hPromMetrics, Rd2hStats
 from rd2h.steps import ChildFailure, DecodeStep, PrefillStep
 
@@ -94,6 +95,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             raise
         self._producer = self._facts.producer
         self._is_worker = role is KVConnectorRole.WORKER
+        self._load = LoadMeter(self._facts.groups.block_size_tokens, len(kv_cache_config.kv_cache_groups))
         self._told_contacting = False
         self._beside_loaders = False
         self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
@@ -135,9 +137,15 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers have registered their caches: now peers may know this engine."""
         handshakes = {rank: item.handshake for rank, item in metadata.items() if isinstance(item, HandshakeMetadata)}
         if self._producer:
-            self._prefill_scheduler = assembly.prefill_scheduler(self._facts, handshakes, self._beside_loaders)
+            self._prefill_scheduler = assembly.prefill_scheduler(
+                self._facts, handshakes, self._load, self._beside_loaders
+            )
         else:
-            self._decode_scheduler = assembly.decode_scheduler(self._facts, handshakes)
+            self._decode_scheduler = assembly.decode_scheduler(self._facts, handshakes, self._load)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's pool, whose free blocks are reported to the meta service. Not called before vLLM 0.32."""
+        self._load.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Decode: the rest of the prompt comes asynchronously. Prefill: None leaves a request in vLLM's queue."""
@@ -168,17 +176,17 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Metadata of this step."""
         scheduled = vllm_compat.scheduled_requests(scheduler_output)
+        self._load.scheduled(scheduler_output.num_scheduled_tokens)
         if self._producer:
             finished = list(scheduler_output.finished_req_ids)
             return StepMetadata(self._prefill().half.step(scheduled, finished))
-        side = self._decode()
-        side.note_load(len(scheduled))
-        return StepMetadata(side.half.step(scheduled))
+        return StepMetadata(self._decode().half.step(scheduled))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: gates and fences protect what is still being read."""
         params = _params(request)
         error = vllm_compat.ended_in_error(request)
+        self._load.finished(request.request_id)
         if self._producer:
             self._prefill().half.finished(request.request_id, params, error=error)
         else:

@@ -82,10 +82,6 @@ class ControlPlane(Protocol):
         """The engines that are registered now; the same object while nothing changes."""
         ...
 
-    def note_load(self, running: int, pulling: int) -> None:
-        """Requests running and being pulled now, for the next keep-alive."""
-        ...
-
     def note_unhealthy(self, reason: str) -> None:
         """The data path of a worker is dead."""
         ...

@@ -19,6 +19,7 @@ from rd2h import errors
 from rd2h.config import ConnectorConfig
 from rd2h.control import Advert, DecodeAddress, Identity, Notice, Registered
 from rd2h.layout import Contract
+from rd2h.load import LoadMeter
 from rd2h.topology import rank_port
 from rd2h.wire import WIRE_VERSION, Pong, decode_from_prefill, encode_ping
 
@@ -37,9 +38,10 @@ _OUTCOMES = {
 class MetaLink:
     """See the module. Starts its client at once; every method returns at once."""
 
-    def __init__(self, config: ConnectorConfig, identity: Identity, contract: Contract, producer: bool) -> None:
-        self._identity, self._fingerprint = identity, contract.fingerprint()
-        self._load = registry.Load()
+    def __init__(
+        self, config: ConnectorConfig, identity: Identity, contract: Contract, producer: bool, load: LoadMeter
+    ) -> None:
+        self._identity, self._fingerprint, self._load = identity, contract.fingerprint(), load
         self._unhealthy = ""
         self._probe = None if producer else DataPathProbe(config.bind_host or identity.host, identity)
         self._trust = RegistryTrust(VANISHED_GRACE_S)
@@ -108,10 +110,6 @@ class MetaLink:
         """Registered engines, with a grace for those that vanish without a successor."""
         return self._trust.update(self._client.engines(), time.monotonic())
 
-    def note_load(self, running: int, pulling: int) -> None:
-        """For the next keep-alive."""
-        self._load = registry.Load(running_requests=running, pulling_requests=pulling)
-
     def note_unhealthy(self, reason: str) -> None:
         """For the next keep-alive."""
         self._unhealthy = reason
@@ -122,9 +120,15 @@ class MetaLink:
 
     def _status(self) -> EngineStatus:
         reason = self._unhealthy or (self._probe.check() if self._probe is not None else "")
+        load = self._load.read()
         return EngineStatus(
             state=registry.ENGINE_STATE_SERVING,
-            load=self._load,
+            load=registry.Load(
+                running_requests=load.running,
+                pulling_requests=load.pulling,
+                free_kv_tokens=load.free_kv_tokens,
+                total_kv_tokens=load.total_kv_tokens,
+            ),
             health=registry.DataPathHealth(ok=not reason, reason=reason),
         )
 

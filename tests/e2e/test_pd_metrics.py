@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from engine_state import wait_for, wait_idle
+from rd2h_client.sync_client import SyncMetaClient
 
 from rd2h.demo.cases import Case
-from rd2h.demo.chain import ConnectedEngine
+from rd2h.demo.chain import ConnectedEngine, MetaProcess
 from rd2h.demo.completions import complete
 from rd2h.demo.counters import Counters
 from rd2h.demo.engine_spec import SERVED_NAME
@@ -39,3 +41,20 @@ def test_names_and_counts(proxy: ManagedProcess, prefill: ConnectedEngine, decod
         assert time.monotonic() < deadline, "the pulled children were not counted"
         complete(proxy.url, Case("metrics", (PROMPT,), max_tokens=4).body())
     assert Counters.read(decode.url).total("rd2h_children_failed_total", reason="read_error") == 0
+
+
+def test_the_registry_knows_how_much_room_engines_have(
+    meta: MetaProcess, proxy: ManagedProcess, prefill: ConnectedEngine, decode: ConnectedEngine
+) -> None:
+    complete(proxy.url, Case("load", (PROMPT,), max_tokens=4).body())
+    wait_idle(prefill, decode)
+    with SyncMetaClient(meta.address) as client:
+
+        def at_rest() -> bool:
+            loads = [engine.load for engine in client.list_engines()]
+            return len(loads) >= 2 and all(
+                load.total_kv_tokens == load.free_kv_tokens > 0 == load.running_requests == load.pulling_requests
+                for load in loads
+            )
+
+        wait_for(at_rest, "every idle engine reports all of its KV room as free, and no request")

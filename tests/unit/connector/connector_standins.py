@@ -52,9 +52,6 @@ class RecordingControl:
     def registered(self) -> Registered:
         return self.now_registered
 
-    def note_load(self, running: int, pulling: int) -> None:
-        pass
-
     def note_unhealthy(self, reason: str) -> None:
         pass
 
