@@ -280,8 +280,8 @@ class PullBook:
         self._table.end_read(task.read_id, now_s)
         if error:
             self._stats.add(read_errors=int(not result.ok), reads_expired=int(result.ok), read_seconds=seconds)
-            return Answer(tuple([encode_read_failed(head.layer_idx, error, head.seq) for head, _ in layers]))
-        for head, _ in layers:
+            return Answer(tuple([encode_read_failed(head.layer_idx, error, head.seq) for head, _, _ in layers]))
+        for head, _, _ in layers:
             if head.done_ids:
                 self._contributors_done(connection, head, now_s)
         refused = chunk.refused
@@ -295,9 +295,9 @@ class PullBook:
             refused = tuple(refusal for refusal in refused if any(refusal.token))
         if len(layers) > 1 and connection.peer is not None and connection.peer.joint_acks:
             head = layers[0].head
-            also = [(other.layer_idx, other.seq or 0) for other, _ in layers[1:]]
+            also = [(other.layer_idx, other.seq or 0) for other, _, _ in layers[1:]]
             return Answer((encode_read_done(head.layer_idx, head.seq, refused, also),))
-        return Answer(tuple([encode_read_done(head.layer_idx, head.seq, refused) for head, _ in layers]))
+        return Answer(tuple([encode_read_done(head.layer_idx, head.seq, refused) for head, _, _ in layers]))
 
     def _forget(self, connection: Connection, reason: str, now_s: float) -> None:
         del self.connections[connection.identity]

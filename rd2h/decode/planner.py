@@ -41,7 +41,8 @@ class ReadPlanner:
         if plan is None or session is None:
             raise RequestError("the chunk has no plan")
         connection.jobs.popleft()
-        layers, descriptors = [LayerRead(head, layer_idx)], plan.of_pair(pair)
+        descriptors = plan.of_pair(pair)
+        layers = [LayerRead(head, layer_idx, descriptors.nbytes)]
         if connection.jobs and 2 * descriptors.nbytes <= COMBINED_BYTES:
             descriptors = self._combine(connection, chunk, layers, descriptors)
         chunk.started = True
@@ -132,5 +133,5 @@ class ReadPlanner:
                 break
             jobs.popleft()
             parts.append(part)
-            layers.append(LayerRead(head, layer[1]))
+            layers.append(LayerRead(head, layer[1], part.nbytes))
         return Descriptors.joined(parts)

@@ -228,9 +228,9 @@ class Puller:
             logger.exception("rd2h: the transfer engine raised during a read")
             return ReadResult(ReadCode.NATIVE_EXCEPTION, f"the transfer engine raised {type(error).__name__}: {error}")
         if self._timeline.enabled and result.ok:
-            nbytes, requests = descriptors.nbytes // len(task.layers), list(task.request_ids)
-            for layer in task.layers:
-                self._timeline.event("layer_read", layer=layer.head.layer_idx, bytes=nbytes, requests=requests)
+            requests = list(task.request_ids)
+            for head, _, nbytes in task.layers:
+                self._timeline.event("layer_read", layer=head.layer_idx, bytes=nbytes, requests=requests)
         return result
 
     # --- keeper thread ---

@@ -29,10 +29,11 @@ class Turn(Enum):
 
 
 class LayerRead(NamedTuple):
-    """One layer of a read, as Prefill named it and by its position here."""
+    """One layer of a read, as Prefill named it and by its position here, and how much of the read it is."""
 
     head: ReadyHead
     layer_idx: int
+    nbytes: int
 
 
 class ReadTask(NamedTuple):

@@ -121,3 +121,12 @@ def test_combined_layers_stay_within_the_limit() -> None:
     for layer in range(6):
         pull.ready(layer)
     assert [len(pull.read().layers), len(pull.read().layers)] == [4, 2]
+
+
+def test_every_layer_knows_its_part_of_the_bytes() -> None:
+    pull = Pull()
+    for layer in range(3):
+        pull.ready(layer)
+    task = pull.read()
+    assert [layer.nbytes for layer in task.layers] == [4 * 64] * 3
+    assert sum(layer.nbytes for layer in task.layers) == task.descriptors.nbytes
