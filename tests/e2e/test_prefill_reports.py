@@ -79,13 +79,15 @@ class Rendezvous:
 
 @asynccontextmanager
 async def played_decode(
-    meta: MetaProcess, port: int, *, registered: bool = True
+    prefill: ConnectedEngine, meta: MetaProcess, port: int, *, registered: bool = True
 ) -> AsyncIterator[tuple[MetaClient, Rendezvous]]:
     """A client and the rendezvous of a Decode at ``port`` that is registered, or not yet."""
     async with MetaClient(meta.address) as client:
-        (prefill,) = await client.list_engines(registry.ENGINE_ROLE_PREFILL)
+        # Engines of other tests may be registered here as well, with other layouts.
+        engines = await client.list_engines(registry.ENGINE_ROLE_PREFILL)
+        (facts,) = [engine for engine in engines if prefill.url.endswith(engine.http_address)]
         engine = registry.Engine()
-        engine.CopyFrom(prefill)
+        engine.CopyFrom(facts)
         engine.engine_id, engine.generation = f"played-{secrets.token_hex(4)}", secrets.randbits(62) | 1
         engine.role, engine.host, engine.base_port = registry.ENGINE_ROLE_DECODE, "127.0.0.1", port
         registration = await client.register(engine) if registered else None
@@ -96,7 +98,7 @@ async def played_decode(
 
 async def test_a_decode_that_does_not_answer(prefill: ConnectedEngine, meta: MetaProcess, silent: int) -> None:
     """The failure comes after the engine's last step; no other request ever makes another one."""
-    async with played_decode(meta, silent) as (_, played):
+    async with played_decode(prefill, meta, silent) as (_, played):
         after_s, reason = await asyncio.wait_for(await played.prefilled(prefill.url), 30)
     assert "no answer while connecting" in reason
     assert after_s < CONNECT_S + AT_ONCE_S
@@ -106,14 +108,14 @@ async def test_a_decode_that_does_not_answer(prefill: ConnectedEngine, meta: Met
 async def test_parameters_that_cannot_be_used(
     changes: dict[str, Any], prefill: ConnectedEngine, meta: MetaProcess, silent: int
 ) -> None:
-    async with played_decode(meta, silent) as (_, played):
+    async with played_decode(prefill, meta, silent) as (_, played):
         after_s, reason = await asyncio.wait_for(await played.prefilled(prefill.url, **changes), 30)
     assert next(iter(changes)) in reason
     assert after_s < AT_ONCE_S
 
 
 async def test_a_prompt_that_no_child_wants(prefill: ConnectedEngine, meta: MetaProcess, silent: int) -> None:
-    async with played_decode(meta, silent) as (_, played):
+    async with played_decode(prefill, meta, silent) as (_, played):
         entry = child_to_params(played.child)
         batch = {"a": {**entry, "prompt_index": 3}, "b": {**entry, "request_id": "b", "prompt_index": 4}}
         after_s, reason = await asyncio.wait_for(
@@ -125,7 +127,7 @@ async def test_a_prompt_that_no_child_wants(prefill: ConnectedEngine, meta: Meta
 
 async def test_a_decode_that_is_not_registered(prefill: ConnectedEngine, meta: MetaProcess, silent: int) -> None:
     begin = time.monotonic()
-    async with played_decode(meta, silent, registered=False) as (_, played):
+    async with played_decode(prefill, meta, silent, registered=False) as (_, played):
         _, reason = await asyncio.wait_for(await played.prefilled(prefill.url), 30)
     assert "is registered at 127.0.0.1" in reason
     assert REGISTRATION_WAIT_S <= time.monotonic() - begin < REGISTRATION_WAIT_S + 5
@@ -135,7 +137,7 @@ async def test_a_decode_that_is_registered_a_moment_later(
     prefill: ConnectedEngine, meta: MetaProcess, silent: int
 ) -> None:
     """Its address is then connected to: this one does not answer, which is another reason than not being known."""
-    async with played_decode(meta, silent, registered=False) as (client, played):
+    async with played_decode(prefill, meta, silent, registered=False) as (client, played):
         prefilling = asyncio.create_task(played.prefilled(prefill.url))
         ordinary = {"model": "tiny-mla", "prompt": list(range(5, 45)), "max_tokens": 4}
         # The engine serves others meanwhile.
