@@ -7,6 +7,7 @@ One object serves one role: the scheduler's half or a worker's half, of a Prefil
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+IDLE_STEP_S = 0.02
+"""Pause of steps without requests; one that comes then waits so long at most."""
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -178,6 +182,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = vllm_compat.scheduled_requests(scheduler_output)
         self._load.scheduled(scheduler_output.num_scheduled_tokens)
         if self._producer:
+            if not scheduled and self.has_pending_push_work():
+                # vLLM would step an engine that has nothing else to do a thousand times a second, with all its workers.
+                time.sleep(IDLE_STEP_S)
             finished = list(scheduler_output.finished_req_ids)
             return StepMetadata(self._prefill().half.step(scheduled, finished))
         return StepMetadata(self._decode().half.step(scheduled))
@@ -214,7 +221,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Prefill: keep an idle engine stepping while a failure may come that only its workers can tell of.
 
-        vLLM steps about once a millisecond meanwhile. That lasts until every new Decode has answered, at most the
+        Such an engine steps every ``IDLE_STEP_S``. That lasts until every new Decode has answered, at most the
         connect and handshake timeouts; later failures Decode knows itself.
         """
         return self._prefill_scheduler is not None and self._prefill_scheduler.contacting
