@@ -19,7 +19,7 @@ from harness.pair import DECODE_OPTIONS, Prompts, new_generation
 from harness.plans import Child, DecodeAddress, Part, Report
 from harness.prefill_side import PrefillSide
 from harness.scripted import ScriptedPrefill
-from harness.waiting import wait_for
+from harness.waiting import stays, wait_for
 
 from rd2h.decode.connection import Connection
 from rd2h.decode.options import PullerOptions
@@ -304,11 +304,13 @@ def test_aborts_and_failed_reads_under_overlap_never_write_into_blocks_that_were
         hand.ready(2, child, requests, last=False)
         wait_for("reported", lambda child=child: pair.report(child), 10)
         pair.decode.own(child.d_main, child.d_indexer, 0x5A)
-        time.sleep(2 * late_s)
         cache = pair.decode._ranks[0].cache
-        for layer in range(SPEC.layers):
-            for block in child.d_main:
-                assert cache.holds(layer, 0, Block(block, 0x5A, block)), (attempt, layer, block)
+        owned = [(layer, 0, Block(block, 0x5A, block)) for layer in range(SPEC.layers) for block in child.d_main]
+        stays(
+            f"the new owner's bytes (attempt {attempt})",
+            lambda cache=cache, owned=owned: all(cache.holds(*place) for place in owned),
+            2 * late_s,
+        )
         hand.collect()
         pair.decode.clear(child)
         for pool, blocks in (

@@ -1,6 +1,6 @@
 """Peers that vanish or stand still while two reads of one connection run, with real processes and bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,19 +17,6 @@ SPEC = CacheSpec(layers=6, blocks=64)
 PEER_TIMEOUT_S = 1.5
 READ_S = 0.6
 TakeWorker = Callable[[], Worker]
-
-
-@pytest.fixture
-def take_worker() -> Iterator[TakeWorker]:
-    taken: list[Worker] = []
-
-    def take() -> Worker:
-        taken.append(Worker())
-        return taken[-1]
-
-    yield take
-    for worker in taken:
-        worker.kill()
 
 
 def started(decode: Decode) -> int:
@@ -58,6 +45,17 @@ def overlapping(take_worker: TakeWorker, *, tp_size: int = 1) -> tuple[Prefill, 
     return prefill, decode, child, prompts
 
 
+def still_works(prefill: Prefill, decode: Decode, prompts: Prompts) -> None:
+    """Another child is pulled whole, and nothing is left behind."""
+    after = prompts.child(4)
+    decode.add(after)
+    decode.expect(after)
+    prefill.publish(parts(after, decode.address))
+    decode.wait_reported(after, "done")
+    decode.check()
+    decode.check_baseline()
+
+
 def test_p10_with_two_reads(take_worker: TakeWorker) -> None:
     prefill, decode, child, prompts = overlapping(take_worker)
     decode.worker.stop()
@@ -70,13 +68,7 @@ def test_p10_with_two_reads(take_worker: TakeWorker) -> None:
     decode.worker.call("control", ReadControl())
     wait_for("no read runs", lambda: decode.worker.call("counts")[2] == 0)
     decode.worker.call("reset")
-    after = prompts.child(4)
-    decode.add(after)
-    decode.expect(after)
-    prefill.publish(parts(after, decode.address))
-    decode.wait_reported(after, "done")
-    decode.check()
-    decode.check_baseline()
+    still_works(prefill, decode, prompts)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -89,13 +81,7 @@ def test_prefill_dies_under_two_reads(take_worker: TakeWorker, tp_size: int) -> 
     decode.worker.call("control", ReadControl())
     again = Prefill.start(take_worker(), SPEC, tp_size=tp_size)
     decode.worker.call("trust", [again.generation])
-    after = prompts.child(4)
-    decode.add(after)
-    decode.expect(after)
-    again.publish(parts(after, decode.address))
-    decode.wait_reported(after, "done")
-    decode.check()
-    decode.check_baseline()
+    still_works(again, decode, prompts)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -110,13 +96,7 @@ def test_an_abort_under_two_reads_gives_the_blocks_back_after_both(take_worker: 
     prefill.publish(parts(child, decode.address), layers=[4, 5])
     prefill.wait_settled()
     decode.worker.call("control", ReadControl())
-    after = prompts.child(4)
-    decode.add(after)
-    decode.expect(after)
-    prefill.publish(parts(after, decode.address))
-    decode.wait_reported(after, "done")
-    decode.check()
-    decode.check_baseline()
+    still_works(prefill, decode, prompts)
     assert prefill.worker.call("stopped", child.token)
 
 

@@ -5,7 +5,7 @@ Blocks get a new owner the moment their request is reported, and must keep what 
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -20,19 +20,6 @@ SPEC = CacheSpec(layers=6, blocks=160, scale_bytes=16, buffers=3)
 LATE_S, HOLD_S = 0.1, 0.25
 QUARANTINE_S = 2 * LATE_S
 TakeWorker = Callable[[], Worker]
-
-
-@pytest.fixture
-def take_worker() -> Iterator[TakeWorker]:
-    taken: list[Worker] = []
-
-    def take() -> Worker:
-        taken.append(Worker())
-        return taken[-1]
-
-    yield take
-    for worker in taken:
-        worker.kill()
 
 
 @dataclass

@@ -12,10 +12,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 from rd2h_client import BackgroundMetaClient, ClientOptions, EngineStatus, MetaClient
 from rd2h_client.v1 import engine_registry_pb2 as er
 from rd2h_client.v1 import rendezvous_pb2 as rv
+from rd2h_client.v1.engine_registry_pb2_grpc import add_EngineRegistryServicer_to_server
+from rd2h_client.v1.rendezvous_pb2_grpc import add_RendezvousServicer_to_server
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
@@ -176,3 +180,17 @@ async def in_background(
 
 async def engine_ids(client: MetaClient) -> list[str]:
     return [entry.engine_id for entry in await client.list_engines()]
+
+
+@asynccontextmanager
+async def serving(servicer: Any) -> AsyncIterator[str]:
+    """A gRPC server of this process whose both services are ``servicer``; gives its address."""
+    server = grpc.aio.server()
+    add_EngineRegistryServicer_to_server(servicer, server)
+    add_RendezvousServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)

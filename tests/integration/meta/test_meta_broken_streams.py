@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
-from meta_harness import MetaProcess, engine, until
+from meta_harness import MetaProcess, engine, serving, until
 from rd2h_client import MetaClient
 from rd2h_client.v1 import rendezvous_pb2 as rv
-from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryServicer, add_EngineRegistryServicer_to_server
-from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
+from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryServicer
+from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer
 
 
 class Stage(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
@@ -41,15 +40,8 @@ class Stage(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
 @asynccontextmanager
 async def stage(abrupt: bool = False) -> AsyncIterator[tuple[Stage, str]]:
     service = Stage(abrupt)
-    server = grpc.aio.server()
-    add_EngineRegistryServicer_to_server(service, server)
-    add_RendezvousServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield service, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    async with serving(service) as target:
+        yield service, target
 
 
 async def test_a_service_that_ends_streams_at_once_is_met_ever_more_slowly() -> None:

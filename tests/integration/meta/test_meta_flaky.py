@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from meta_harness import background, engine, until
+from meta_harness import background, engine, serving, until
 from rd2h_client import EngineStatus, MetaClient
 from rd2h_client.v1 import engine_registry_pb2 as er
 from rd2h_client.v1 import rendezvous_pb2 as rv
-from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryServicer, add_EngineRegistryServicer_to_server
-from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
+from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryServicer
+from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer
 
 TAKEN_BACK = [
     grpc.StatusCode.INTERNAL,
@@ -71,15 +71,8 @@ class Flaky(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
 async def flaky_service(**errors: list[grpc.StatusCode]) -> AsyncIterator[tuple[Flaky, str]]:
     service = Flaky()
     service.errors = {method: deque(codes) for method, codes in errors.items()}
-    server = grpc.aio.server()
-    add_EngineRegistryServicer_to_server(service, server)
-    add_RendezvousServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield service, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    async with serving(service) as target:
+        yield service, target
 
 
 @pytest.mark.parametrize("code", TAKEN_BACK)
