@@ -73,6 +73,7 @@ class Verdict:
 
 def run(rounds: int, duration_s: float) -> list[Row]:
     """Measure every system at every concurrency."""
+    gc.set_threshold(50_000, 20, 50)
     # The libraries of all systems are loaded here; looking through them again and again would disturb every system.
     gc.collect()
     gc.freeze()

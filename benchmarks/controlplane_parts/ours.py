@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 
 from rd2h_client import MetaClient, MetaError
 from rd2h_client.awaiting import ChildrenIterator
-from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Operation, WithdrawRequest
+from rd2h_client.operations import Withdrawal
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE
 from rd2h_meta.collector import settle_collector
 from rd2h_meta.config import MetaConfig
 from rd2h_meta.server import MetaServer
@@ -105,14 +106,14 @@ def _await(client: MetaClient) -> tuple[str, ChildrenIterator]:
 
 def _advertise(client: MetaClient, rendezvous_id: str) -> None:
     now_s = time.monotonic()
-    client.exchange.advertise(rendezvous_id, CHILD, now_s, now_s + LIFE_S, now_s + LIFE_S, _must_succeed, True)
+    client.exchange.advertise(rendezvous_id, CHILD, now_s + LIFE_S, now_s + LIFE_S, _must_succeed, relaxed=True)
     client.kick()
 
 
 def _withdraw(client: MetaClient, rendezvous_id: str) -> None:
     now_s = time.monotonic()
-    request = WithdrawRequest(rendezvous_id=rendezvous_id, request_id=CHILD.request_id, outcome=OUTCOME_DONE)
-    client.exchange.end(Operation(relaxed=True, withdraw=request), now_s, now_s + LIFE_S, _must_succeed)
+    withdrawal = Withdrawal(rendezvous_id, CHILD.request_id, OUTCOME_DONE, relaxed=True)
+    client.exchange.end(withdrawal, now_s, now_s + LIFE_S, _must_succeed)
     client.kick()
 
 

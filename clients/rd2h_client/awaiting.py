@@ -12,9 +12,7 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_DONE,
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
-    Outcome,
-    RendezvousClosed,
-    RendezvousComplete,
+    ChildEnded,
     RendezvousEvent,
 )
 
@@ -28,34 +26,38 @@ class ChildrenIterator:
     """Events of one awaited rendezvous. Each child comes once and ends at most once, COMPLETE comes once, and the
     iteration ends after `closed`, however often the connection or the service was lost on the way.
 
-    Holds at most two events per expected child, and two more.
+    The service tells of the children; that they are complete and that all have ended is concluded here, so that it
+    does not depend on what a restarted service remembers. Holds at most two events per expected child, and two more.
     """
 
     __slots__ = (
-        "_advertised",
+        "_children",
         "_complete",
         "_ended",
         "_error",
         "_events",
         "_expected",
         "_forget",
+        "_loop",
         "_over",
         "_rendezvous_id",
-        "_resumed",
         "_waiter",
     )
 
-    def __init__(self, rendezvous_id: str, expected_children: int, forget: Callable[[str], None]) -> None:
-        """`forget` is called with the rendezvous id when the iterator is closed early."""
+    def __init__(
+        self, rendezvous_id: str, expected_children: int, forget: Callable[[str], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """`forget` is called with the rendezvous id when the iterator is closed early; `loop` is the running one."""
         self._rendezvous_id = rendezvous_id
         self._expected = expected_children
         self._forget = forget
+        self._loop = loop
         self._events: deque[RendezvousEvent] = deque()
-        self._advertised: set[str] = set()
-        self._ended: dict[str, tuple[Outcome, str]] = {}
+        self._children: dict[str, ChildEnded | None] = {}
+        """By request id: None while a child lives, then how it ended."""
+        self._ended = 0
         self._complete = False
         self._over = False
-        self._resumed = False
         self._error: MetaError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -69,7 +71,11 @@ class ChildrenIterator:
                 raise self._error
             if self._over:
                 raise StopAsyncIteration
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return events.popleft()
 
     async def aclose(self) -> None:
@@ -84,14 +90,15 @@ class ChildrenIterator:
         kind = event.WhichOneof("event")
         if kind == "advertised":
             request_id = event.advertised.request_id
-            if request_id in self._advertised or request_id in self._ended:
+            if request_id in self._children:
                 return False
-            self._advertised.add(request_id)
+            self._children[request_id] = None
         elif kind == "child_ended":
             ended = event.child_ended
-            if ended.request_id in self._ended:
+            if self._children.get(ended.request_id) is not None:
                 return False
-            self._ended[ended.request_id] = (ended.outcome, ended.reason)
+            self._children[ended.request_id] = ended
+            self._ended += 1
         elif kind == "complete":
             if self._complete:
                 return False
@@ -100,9 +107,11 @@ class ChildrenIterator:
             self._over = True
         else:
             return False
-        self._push(event)
-        if self._resumed:
-            self._derive()
+        self._events.append(event)
+        if len(self._children) >= self._expected:
+            self._conclude()
+        if self._waiter is not None:
+            self._wake()
         return self._over
 
     def fail(self, error: MetaError) -> None:
@@ -110,35 +119,27 @@ class ChildrenIterator:
         self._error = error
         self._wake()
 
-    def resume(self) -> None:
-        """See AwaitSink."""
-        self._resumed = True
-
-    def _derive(self) -> None:
-        """A restarted service may not know of children that ended before: conclude what it cannot say."""
-        known = self._advertised | self._ended.keys()
-        if len(known) >= self._expected and not self._complete:
+    def _conclude(self) -> None:
+        """All children are known."""
+        if not self._complete:
             self._complete = True
-            complete = RendezvousComplete(live_children=len(known) - len(self._ended))
-            self._push(RendezvousEvent(rendezvous_id=self._rendezvous_id, complete=complete))
-        if len(self._ended) >= self._expected and not self._over:
+            event = RendezvousEvent(rendezvous_id=self._rendezvous_id)
+            event.complete.live_children = len(self._children) - self._ended
+            event.complete.SetInParent()  # also when none lives
+            self._events.append(event)
+        if self._ended >= self._expected and not self._over:
             self._over = True
-            outcome, reason = max(self._ended.values(), key=lambda end: _SEVERITY.get(end[0], len(_SEVERITY)))
-            closed = RendezvousClosed(outcome=outcome, reason=reason)
-            self._push(RendezvousEvent(rendezvous_id=self._rendezvous_id, closed=closed))
-
-    def _push(self, event: RendezvousEvent) -> None:
-        self._events.append(event)
-        if self._waiter is not None:
-            self._wake()
+            ends = self._children.values()
+            worst = max((ended for ended in ends if ended is not None), key=_severity)
+            event = RendezvousEvent(rendezvous_id=self._rendezvous_id)
+            event.closed.outcome = worst.outcome
+            event.closed.reason = worst.reason
+            self._events.append(event)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+
+def _severity(ended: ChildEnded) -> int:
+    return _SEVERITY.get(ended.outcome, len(_SEVERITY))

@@ -15,6 +15,7 @@ from rd2h_client.client import MetaClient
 from rd2h_client.engine_watch import EngineBatch
 from rd2h_client.errors import MetaError, QueueFullError, RendezvousEndedError
 from rd2h_client.loop_thread import background_loop
+from rd2h_client.operations import End, FailureReport, Withdrawal
 from rd2h_client.options import ClientOptions
 from rd2h_client.registration import EngineStatus, Registration
 from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
@@ -137,15 +138,8 @@ class BackgroundMetaClient:
         Raises:
             QueueFullError: too many commands wait.
         """
-        request = rendezvous_pb2.WithdrawRequest(
-            rendezvous_id=rendezvous_id,
-            request_id=request_id,
-            outcome=outcome,
-            reason=reason,
-            prompt_index=prompt_index,
-            choice_index=choice_index,
-        )
-        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(relaxed=True, withdraw=request)))
+        end = Withdrawal(rendezvous_id, request_id, outcome, reason, prompt_index, choice_index, relaxed=True)
+        self._submit(lambda client: self._end(client, end))
 
     def report_failure(self, rendezvous_id: str, reason: str, request_ids: Sequence[str] = ()) -> None:
         """Report that children (all, when none is named) will get no KV.
@@ -153,10 +147,8 @@ class BackgroundMetaClient:
         Raises:
             QueueFullError: too many commands wait.
         """
-        request = rendezvous_pb2.ReportFailureRequest(
-            rendezvous_id=rendezvous_id, reason=reason, request_ids=request_ids
-        )
-        self._submit(lambda client: self._end(client, rendezvous_pb2.Operation(relaxed=True, report_failure=request)))
+        end = FailureReport(rendezvous_id, reason, request_ids, relaxed=True)
+        self._submit(lambda client: self._end(client, end))
 
     def update_engine(self, engine: engine_registry_pb2.Engine) -> None:
         """Register the engine anew with other facts (its layout has become known, say).
@@ -241,8 +233,7 @@ class BackgroundMetaClient:
             self._client.kick()
 
     def _advertise(self, client: MetaClient, rendezvous_id: str, child: rendezvous_pb2.Child) -> None:
-        now_s = time.monotonic()
-        expires_s = now_s + self._options.advert_ttl_s
+        expires_s = time.monotonic() + self._options.advert_ttl_s
         request_id = child.request_id
 
         def done(error: MetaError | None) -> None:
@@ -254,22 +245,22 @@ class BackgroundMetaClient:
             self._note(ChildNotice(rendezvous_id, request_id, outcome, error.message))
 
         try:
-            client.exchange.advertise(rendezvous_id, child, now_s, expires_s, expires_s, done, relaxed=True)
+            client.exchange.advertise(rendezvous_id, child, expires_s, expires_s, done, relaxed=True)
         except QueueFullError as error:
             self._note(ChildNotice(rendezvous_id, request_id, rendezvous_pb2.OUTCOME_FAILED, str(error)))
 
-    def _end(self, client: MetaClient, operation: rendezvous_pb2.Operation) -> None:
+    def _end(self, client: MetaClient, operation: End) -> None:
         def done(error: MetaError | None) -> None:
             if error is not None:
                 self.refused_total += 1
-                logger.warning("%s: %s", operation.WhichOneof("op"), error)
+                logger.warning("%s: %s", operation.name, error)
 
         now_s = time.monotonic()
         try:
             client.exchange.end(operation, now_s, now_s + _END_DEADLINE_S, done)
         except QueueFullError as error:
             self.refused_total += 1
-            logger.warning("%s: %s", operation.WhichOneof("op"), error)
+            logger.warning("%s: %s", operation.name, error)
 
     def _replace_engine(self, engine: engine_registry_pb2.Engine) -> None:
         if self._registration is not None:

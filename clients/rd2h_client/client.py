@@ -17,6 +17,7 @@ from rd2h_client.engine_watch import EngineBatch, watch_engines
 from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, from_rpc_error, retry_delay_s
 from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.exchange_stream import ExchangeStream
+from rd2h_client.operations import Cancellation, End, FailureReport, Withdrawal
 from rd2h_client.options import ClientOptions
 from rd2h_client.registration import EngineStatus, Registration
 from rd2h_client.v1 import engine_registry_pb2, rendezvous_pb2
@@ -151,7 +152,7 @@ class MetaClient:
         """
         stream = self._running_stream()
         expires_s = time.monotonic() + ttl_s + _EXPIRY_SLACK_S
-        iterator = ChildrenIterator(rendezvous_id, expected_children, self._state.forget_await)
+        iterator = ChildrenIterator(rendezvous_id, expected_children, self._state.forget_await, stream.loop)
         self._state.await_children(rendezvous_id, expected_children, ttl_s, iterator, expires_s)
         stream.kick()
         return iterator
@@ -167,9 +168,10 @@ class MetaClient:
         stream = self._running_stream()
         life_s = ttl_s if ttl_s is not None else self.options.advert_ttl_s
         now_s = time.monotonic()
+        kept = rendezvous_pb2.Child()
+        kept.CopyFrom(child)
         done = _Completion()
-        deadline_s = now_s + self.options.deadline_s
-        self._state.advertise(rendezvous_id, child, now_s, now_s + life_s, deadline_s, done)
+        self._state.advertise(rendezvous_id, kept, now_s + life_s, now_s + self.options.deadline_s, done)
         stream.kick()
         await done.future
 
@@ -187,15 +189,7 @@ class MetaClient:
         Raises:
             MetaError: refused, or no answer before the deadline.
         """
-        request = rendezvous_pb2.WithdrawRequest(
-            rendezvous_id=rendezvous_id,
-            request_id=request_id,
-            outcome=outcome,
-            reason=reason,
-            prompt_index=prompt_index,
-            choice_index=choice_index,
-        )
-        await self._end(rendezvous_pb2.Operation(withdraw=request))
+        await self._end(Withdrawal(rendezvous_id, request_id, outcome, reason, prompt_index, choice_index))
 
     async def cancel(
         self, rendezvous_id: str, reason: str, outcome: rendezvous_pb2.Outcome = rendezvous_pb2.OUTCOME_ABORTED
@@ -205,8 +199,7 @@ class MetaClient:
         Raises:
             MetaError: refused, or no answer before the deadline.
         """
-        request = rendezvous_pb2.CancelRequest(rendezvous_id=rendezvous_id, reason=reason, outcome=outcome)
-        await self._end(rendezvous_pb2.Operation(cancel=request))
+        await self._end(Cancellation(rendezvous_id, reason, outcome))
 
     async def report_failure(self, rendezvous_id: str, reason: str, request_ids: Iterable[str] = ()) -> None:
         """Report that children (all, when none is named) will get no KV.
@@ -214,10 +207,7 @@ class MetaClient:
         Raises:
             MetaError: refused, or no answer before the deadline.
         """
-        request = rendezvous_pb2.ReportFailureRequest(
-            rendezvous_id=rendezvous_id, reason=reason, request_ids=request_ids
-        )
-        await self._end(rendezvous_pb2.Operation(report_failure=request))
+        await self._end(FailureReport(rendezvous_id, reason, request_ids))
 
     async def list_engines(
         self, role: engine_registry_pb2.EngineRole = engine_registry_pb2.ENGINE_ROLE_UNSPECIFIED
@@ -307,7 +297,7 @@ class MetaClient:
         """Send what was put into `exchange`."""
         self._running_stream().kick()
 
-    async def _end(self, operation: rendezvous_pb2.Operation) -> None:
+    async def _end(self, operation: End) -> None:
         stream = self._running_stream()
         now_s = time.monotonic()
         done = _Completion()

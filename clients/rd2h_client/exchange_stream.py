@@ -40,7 +40,9 @@ class ExchangeStream:
         retry: RetryOptions,
         on_service: Callable[[bool], None],
     ) -> None:
-        """`on_service` is called when a stream is up, with True when it is another run of the service than before."""
+        """Made on the event loop. `on_service` is called when a stream is up, with True when it is another run of the
+        service than before."""
+        self.loop = asyncio.get_running_loop()
         self._stub = stub
         self._metadata = metadata
         self._state = state
@@ -58,7 +60,7 @@ class ExchangeStream:
         if not self._kicked:
             self._kicked = True
             self._wake.set()
-            asyncio.get_running_loop().call_soon(self._end_turn)
+            self.loop.call_soon(self._end_turn)
 
     async def run(self) -> None:
         """Keep a stream up for ever."""
@@ -117,7 +119,7 @@ class ExchangeStream:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while (batch := self._state.take_batch()) is not None:
+                while (batch := self._state.take_batch(time.monotonic())) is not None:
                     await call.write(batch)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The reader sees the same end, with its status; what was taken has no result and is sent again.
@@ -138,7 +140,7 @@ class ExchangeStream:
             self._timer.cancel()
         self._timer_due_s = due_s
         # The event loop's clock is the monotonic clock.
-        self._timer = asyncio.get_running_loop().call_at(due_s, self._on_timer)
+        self._timer = self.loop.call_at(due_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer_due_s = float("inf")

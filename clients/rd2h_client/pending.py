@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import ClassVar
 
 import grpc
 
@@ -23,110 +24,164 @@ NO_DEADLINE = float("inf")
 _RETRY_DELAY_S = 0.2
 """Delay before an operation is sent again that the service refused for now without saying for how long."""
 
-_SLACK = 64
+_INVALID_ARGUMENT = 3
+"""The number of that google.rpc.Code."""
+
+_SLACK = 1_024
+"""Ids and deadlines of operations that are over, tolerated before they are thrown out, beyond the number that wait."""
 
 Done = Callable[[MetaError | None], None]
 """Called once with the outcome of an operation: None when the service applied it."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    operation: Operation
-    deadline_s: float
-    done: Done
+class PendingOperation(ABC):
+    """One operation, from its submission until the service has answered or its deadline has passed.
+
+    Made for every child of every request, so it is its own entry in the queue, and its message is written when it is
+    sent.
+    """
+
+    __slots__ = ("deadline_s", "op_id", "relaxed")
+
+    name: ClassVar[str]
+    """As in Operation."""
+    bulk_bytes = 0
+    """Size of the parts that can be large; the rest stays below 1 KiB."""
+
+    def __init__(self, deadline_s: float, relaxed: bool) -> None:
+        """`relaxed`: nobody waits for the news that it was applied."""
+        self.deadline_s = deadline_s
+        self.relaxed = relaxed
+        self.op_id = 0
+        """Under which it was submitted last."""
+
+    @abstractmethod
+    def write(self, operation: Operation, now_s: float) -> None:
+        """Fill in the message that carries it, with the life that is left at `now_s`."""
+
+    @abstractmethod
+    def answered(self, error: MetaError | None) -> None:
+        """The service has applied it (None), has refused it for good, or its deadline has passed."""
 
 
 class PendingOperations:
-    """Operations in the order they were submitted, each until its result or its deadline."""
+    """Operations in the order they were submitted, each until its answer or its deadline."""
 
     def __init__(self, max_operations: int) -> None:
         self._max_operations = max_operations
-        self._entries: dict[int, _Entry] = {}
+        self._waiting: dict[int, PendingOperation] = {}
         self._unsent: deque[int] = deque()
+        self._sent: deque[int] = deque()
+        """In the order sent on the present stream, and not yet counted as done by the service."""
+        self._refused: set[int] = set()
+        """Among those sent: what must not be taken for applied when it is counted."""
+        self._done_count = 0
+        """Operations of the present stream that the service has counted as done."""
         self._delayed: list[tuple[float, int]] = []
         self._deadlines: list[tuple[float, int]] = []
         self._last_op_id = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._waiting)
 
     def __contains__(self, op_id: int) -> bool:
-        return op_id in self._entries
+        return op_id in self._waiting
 
     @property
     def nothing_to_send(self) -> bool:
         """True when every operation is sent."""
         return not self._unsent
 
-    def submit(self, operation: Operation, deadline_s: float, done: Done, again: bool = False) -> int:
-        """Queue an operation; return its op_id. What is said `again` comes from memories with bounds of their own.
+    def submit(self, operation: PendingOperation, again: bool = False) -> None:
+        """Queue an operation under a new op_id. What is said `again` comes from memories with bounds of their own.
 
         Raises:
             QueueFullError: too many wait.
         """
-        if len(self._entries) >= self._max_operations and not again:
+        waiting = self._waiting
+        if len(waiting) >= self._max_operations and not again:
             raise QueueFullError(f"{self._max_operations} operations wait for the meta service")
-        self._last_op_id += 1
-        op_id = operation.op_id = self._last_op_id
-        self._entries[op_id] = _Entry(operation, deadline_s, done)
+        op_id = operation.op_id = self._last_op_id = self._last_op_id + 1
+        waiting[op_id] = operation
         self._unsent.append(op_id)
-        if deadline_s != NO_DEADLINE:
-            heapq.heappush(self._deadlines, (deadline_s, op_id))
-            if len(self._deadlines) > 2 * len(self._entries) + _SLACK:
+        if operation.deadline_s != NO_DEADLINE:
+            heapq.heappush(self._deadlines, (operation.deadline_s, op_id))
+            if len(self._deadlines) > 2 * len(waiting) + _SLACK:
                 self._forget_old_deadlines()
-        return op_id
 
     def drop(self, op_id: int) -> None:
-        """Forget an operation without an outcome; its result, if it comes, is ignored."""
-        self._entries.pop(op_id, None)
+        """Forget an operation without an outcome; its answer, if it comes, is ignored."""
+        self._waiting.pop(op_id, None)
+        if len(self._unsent) > 2 * len(self._waiting) + _SLACK:
+            self._unsent = deque(op_id for op_id in self._unsent if op_id in self._waiting)
 
-    def take_batch(self) -> ExchangeRequest | None:
+    def take_batch(self, now_s: float) -> ExchangeRequest | None:
         """Return all that is to be sent now, up to the size of a message; None when there is nothing."""
-        operations: list[Operation] = []
-        size_bytes = 0
-        while self._unsent and len(operations) < MAX_BATCH_OPERATIONS and size_bytes < MAX_BATCH_BYTES:
-            entry = self._entries.get(self._unsent.popleft())
-            if entry is not None:
-                operations.append(entry.operation)
-                # Only lists of request ids make an operation large; measuring each would cost more than sending it.
-                if entry.operation.HasField("report_failure"):
-                    size_bytes += entry.operation.ByteSize()
-        if not operations:
-            return None
         request = ExchangeRequest()
-        request.operations.extend(operations)
+        add = request.operations.add
+        room, bulk_bytes, relaxed = MAX_BATCH_OPERATIONS, 0, True
+        while self._unsent and room and bulk_bytes < MAX_BATCH_BYTES:
+            op_id = self._unsent.popleft()
+            operation = self._waiting.get(op_id)
+            if operation is None:
+                continue
+            message = add()
+            message.op_id = op_id
+            try:
+                operation.write(message, now_s)
+            except (TypeError, ValueError) as error:
+                # Sent again it would break every stream; so it fails alone.
+                del request.operations[-1], self._waiting[op_id]
+                operation.answered(make_error(_INVALID_ARGUMENT, f"{operation.name}: cannot be sent: {error}"))
+                continue
+            self._sent.append(op_id)
+            relaxed = relaxed and operation.relaxed
+            bulk_bytes += operation.bulk_bytes
+            room -= 1
+        if room == MAX_BATCH_OPERATIONS:
+            return None
+        request.relaxed = relaxed
         return request
 
-    def receive(self, result: OperationResult, now_s: float) -> None:
+    def refused(self, result: OperationResult, now_s: float) -> None:
         """Take over a refusal. Refusals for now are tried again until the operation's deadline."""
-        entry = self._entries.get(result.op_id)
-        if entry is None:
+        op_id = result.op_id
+        operation = self._waiting.get(op_id)
+        if operation is None or op_id in self._refused:
             return
         retry_after_s = result.retry_after_ms / 1000 if result.retry_after_ms else None
         error = make_error(result.code, result.message, retry_after_s, result.outcome)
         due_s = now_s + (retry_after_s or _RETRY_DELAY_S)
-        if isinstance(error, MetaUnavailableError | MetaExhaustedError) and due_s < entry.deadline_s:
-            heapq.heappush(self._delayed, (due_s, result.op_id))
+        if isinstance(error, MetaUnavailableError | MetaExhaustedError) and due_s < operation.deadline_s:
+            self._refused.add(op_id)
+            heapq.heappush(self._delayed, (due_s, op_id))
             return
-        del self._entries[result.op_id]
-        entry.done(error)
+        del self._waiting[op_id]
+        operation.answered(error)
 
-    def succeed(self, op_ids: Iterable[int]) -> None:
-        """These operations were applied."""
-        for op_id in op_ids:
-            entry = self._entries.pop(op_id, None)
-            if entry is not None:
-                entry.done(None)
+    def done(self, count: int) -> None:
+        """The service has applied or refused the first `count` operations of this stream."""
+        sent, refused, waiting = self._sent, self._refused, self._waiting
+        while self._done_count < count and sent:
+            self._done_count += 1
+            op_id = sent.popleft()
+            if op_id in refused:
+                refused.remove(op_id)
+            elif (operation := waiting.pop(op_id, None)) is not None:
+                operation.answered(None)
 
     def restart(self) -> list[int]:
-        """A new stream starts: return the ids of what has no result, in order, for `send_again`."""
+        """A new stream starts: return the ids of what has no answer, in order, for `send_again`."""
         self._unsent.clear()
+        self._sent.clear()
+        self._refused.clear()
+        self._done_count = 0
         self._delayed.clear()
-        return list(self._entries)
+        return list(self._waiting)
 
     def send_again(self, op_ids: list[int]) -> None:
-        """Queue operations that still wait for their result."""
-        self._unsent.extend(op_id for op_id in op_ids if op_id in self._entries)
+        """Queue operations that still wait for their answer."""
+        self._unsent.extend(op_id for op_id in op_ids if op_id in self._waiting)
 
     def next_wake_s(self) -> float:
         """Return when `wake` may have something to do at the earliest; infinity when never."""
@@ -136,27 +191,31 @@ class PendingOperations:
     def wake(self, now_s: float) -> None:
         """Send again what was delayed until now, and give up what has waited too long."""
         while self._delayed and self._delayed[0][0] <= now_s:
-            self._unsent.append(heapq.heappop(self._delayed)[1])
+            # Under a new id: the old one may still be counted as done.
+            delayed = self._waiting.pop(heapq.heappop(self._delayed)[1], None)
+            if delayed is not None:
+                self.submit(delayed, again=True)
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            entry = self._entries.pop(heapq.heappop(self._deadlines)[1], None)
-            if entry is not None:  # else it was answered in time
-                kind = entry.operation.WhichOneof("op")
-                message = f"{kind}: no answer from the meta service before the deadline"
-                entry.done(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
-        while self._deadlines and self._deadlines[0][1] not in self._entries:
+            operation = self._waiting.pop(heapq.heappop(self._deadlines)[1], None)
+            if operation is not None:  # else it was answered in time
+                message = f"{operation.name}: no answer from the meta service before the deadline"
+                operation.answered(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+        while self._deadlines and self._deadlines[0][1] not in self._waiting:
             heapq.heappop(self._deadlines)
 
     def fail_all(self, error: MetaError) -> None:
         """End everything that waits."""
-        entries, self._entries = self._entries, {}
+        waiting, self._waiting = self._waiting, {}
         self._unsent.clear()
         self._delayed.clear()
         self._deadlines.clear()
-        for entry in entries.values():
-            entry.done(error)
+        for operation in waiting.values():
+            operation.answered(error)
 
     def _forget_old_deadlines(self) -> None:
         self._deadlines = [
-            (entry.deadline_s, op_id) for op_id, entry in self._entries.items() if entry.deadline_s != NO_DEADLINE
+            (operation.deadline_s, op_id)
+            for op_id, operation in self._waiting.items()
+            if operation.deadline_s != NO_DEADLINE
         ]
         heapq.heapify(self._deadlines)

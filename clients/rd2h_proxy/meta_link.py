@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, QueueFullError
 from rd2h_client.exchange_state import ExchangeState
-from rd2h_client.v1.rendezvous_pb2 import Operation, Outcome, RendezvousEvent
+from rd2h_client.operations import AwaitCheck
+from rd2h_client.v1.rendezvous_pb2 import Outcome, RendezvousEvent
 
 from rd2h_proxy.errors import UnavailableError
 
@@ -103,24 +104,21 @@ class MetaLink:
         Raises:
             MetaError, QueueFullError: it refuses the await.
         """
-        operation = Operation()
-        operation.await_children.rendezvous_id = rendezvous_id
-        operation.await_children.expected_children = expected_children
-        operation.await_children.ttl_ms = int(ttl_s * 1000)
         answer: asyncio.Future[MetaError | None] = asyncio.get_running_loop().create_future()
 
         def answered(error: MetaError | None) -> None:
             if not answer.done():
                 answer.set_result(error)
 
+        check = AwaitCheck(rendezvous_id, expected_children, ttl_s, time.monotonic() + _CHECK_S, answered)
         pending = self.api.exchange.pending
-        op_id = pending.submit(operation, time.monotonic() + _CHECK_S, answered)
+        pending.submit(check)
         try:
             self.api.kick()
             error = await answer
         finally:
             # Sent later it could open the rendezvous again that has ended meanwhile.
-            pending.drop(op_id)
+            pending.drop(check.op_id)
         if error is None:
             return True
         if isinstance(error, MetaUnavailableError):

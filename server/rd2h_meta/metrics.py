@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 from rd2h_client.addresses import join_host_port
 from rd2h_client.v1.engine_registry_pb2 import ENGINE_ROLE_UNSPECIFIED, EngineRole
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_ABORTED, OUTCOME_DONE, OUTCOME_EXPIRED, OUTCOME_FAILED
 
 from rd2h_meta.credentials import TokenInterceptor
 from rd2h_meta.registry import EngineHealth, EngineRegistry
+from rd2h_meta.rendezvous_events import outcome_name
 from rd2h_meta.rendezvous_service import RendezvousService
 
 _MAX_REQUEST_BYTES = 8_192
 _REQUEST_TIMEOUT_S = 5.0
-_OUTCOMES = ("done", "aborted", "failed", "expired")
+_OUTCOMES = (OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_FAILED, OUTCOME_EXPIRED)
 
 
 class MetricsSource:
@@ -67,7 +69,7 @@ class MetricsSource:
         for name, counts in (("rendezvous", table.stats.rendezvous), ("children", table.stats.children)):
             yield from _head(f"rd2h_meta_{name}_ended_total", "counter", f"Ended {name} by outcome.")
             for outcome in _OUTCOMES:
-                yield f'rd2h_meta_{name}_ended_total{{outcome="{outcome}"}} {counts[outcome]}'
+                yield f'rd2h_meta_{name}_ended_total{{outcome="{outcome_name(outcome)}"}} {counts[outcome]}'
         refused = self._interceptor.refused_total if self._interceptor else 0
         yield from _single("rd2h_meta_unauthenticated_total", "counter", "Calls without the right token.", refused)
 

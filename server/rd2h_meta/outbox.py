@@ -6,62 +6,59 @@ import asyncio
 from collections import deque
 from typing import TypeVar
 
-from rd2h_client.v1.rendezvous_pb2 import ExchangeResponse, OperationResult, RendezvousEvent
+from rd2h_client.v1.rendezvous_pb2 import ExchangeResponse, OperationResult
+
+from rd2h_meta.rendezvous_events import Event
 
 MAX_ENTRIES_PER_MESSAGE = 2_000
 """Results and events in one message. An entry stays below 2 KiB, so a message stays below gRPC's usual 4 MiB."""
 
 
 RELAXED_DELAY_S = 0.02
-"""How long the news of success waits when nobody waits for it. See Operation.relaxed."""
+"""How long the news that operations were applied waits when nobody waits for it. See ExchangeRequest.relaxed."""
 
 T = TypeVar("T")
 
 
 class Outbox:
-    """Results and events for one stream, bounded. Everything pending goes into the next message."""
+    """Refusals and events for one stream, bounded. Everything pending goes into the next message."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` bounds results and events together; see `overflowed`."""
+        """`capacity` bounds refusals and events together; see `overflowed`."""
+        self._loop = asyncio.get_running_loop()
         self._room = capacity
-        self._succeeded: list[int] = []
+        self._operations_done = 0
+        self._operations_told = 0
         self._relaxed_timer: asyncio.TimerHandle | None = None
         self._news = False
-        self._results: deque[OperationResult] = deque()
-        self._events: deque[RendezvousEvent] = deque()
+        self._refusals: deque[OperationResult] = deque()
+        self._events: deque[Event] = deque()
         self._ready = asyncio.Event()
         self.overflowed = False
         """True when the peer reads too slowly: the stream must end."""
         self.closed = False
         """True when nothing more will be put in."""
 
-    def put_event(self, event: RendezvousEvent) -> None:
+    def put_event(self, event: Event) -> None:
         """Queue an event."""
-        self._room -= 1
-        if self._room < 0:
-            self._overflow()
-            return
         self._events.append(event)
-        if not self._news:
-            self._tell()
+        self._take_room()
 
-    def put_result(self, result: OperationResult) -> None:
-        """Queue a result."""
-        if self._take_room():
-            self._results.append(result)
+    def put_refusal(self, refusal: OperationResult) -> None:
+        """Queue a refusal."""
+        self._refusals.append(refusal)
+        self._take_room()
 
-    def put_success(self, op_id: int, relaxed: bool) -> None:
-        """Queue the news that an operation was applied. `relaxed` news waits for others, but not long."""
-        if not relaxed:
-            if self._take_room():
-                self._succeeded.append(op_id)
+    def note_done(self, operations_done: int, relaxed: bool) -> None:
+        """So many operations of this stream have been applied or refused. `relaxed` news waits for others, but not
+        long."""
+        self._operations_done = operations_done
+        if self._news:
             return
-        self._room -= 1
-        self._succeeded.append(op_id)
-        if self._room < 0:
-            self._overflow()
-        elif self._relaxed_timer is None and not self._news:
-            self._relaxed_timer = asyncio.get_running_loop().call_later(RELAXED_DELAY_S, self._tell)
+        if not relaxed:
+            self._tell()
+        elif self._relaxed_timer is None:
+            self._relaxed_timer = self._loop.call_later(RELAXED_DELAY_S, self._tell)
 
     def close(self) -> None:
         """Let `take` return None once everything is taken."""
@@ -70,31 +67,39 @@ class Outbox:
 
     async def take(self) -> ExchangeResponse | None:
         """Wait for something to write and return it; None when closed and empty, or overflowed."""
-        while not self._news:
-            self._ready.clear()
-            await self._ready.wait()
-        if self.overflowed or not (self._succeeded or self._results or self._events):
+        while True:
+            while not self._news:
+                self._ready.clear()
+                await self._ready.wait()
+            if self.overflowed:
+                return None
+            response = self._next_message()
+            self._news = bool(self._refusals or self._events or self.closed)
+            if response is not None or self.closed:
+                return response
+
+    def _next_message(self) -> ExchangeResponse | None:
+        refusals = _take(self._refusals, MAX_ENTRIES_PER_MESSAGE)
+        events = _take(self._events, MAX_ENTRIES_PER_MESSAGE - len(refusals))
+        # A refused operation must not be counted as done before its refusal is told.
+        news_of_done = self._operations_done != self._operations_told and not self._refusals
+        if not (refusals or events or news_of_done):
             return None
-        succeeded, self._succeeded = self._succeeded, []
-        results = _take(self._results, MAX_ENTRIES_PER_MESSAGE)
-        events = _take(self._events, MAX_ENTRIES_PER_MESSAGE - len(results))
-        self._room += len(succeeded) + len(results) + len(events)
-        self._news = bool(self._results or self._events or self.closed)
-        response = ExchangeResponse(succeeded=succeeded, results=results)
-        response.events.extend(events)
+        self._room += len(refusals) + len(events)
+        response = ExchangeResponse(results=refusals)
+        add_event = response.events.add
+        for event in events:
+            event.write(add_event())
+        if news_of_done:
+            response.operations_done = self._operations_told = self._operations_done
         return response
 
-    def _take_room(self) -> bool:
-        if not self._news:
-            self._tell()
+    def _take_room(self) -> None:
         self._room -= 1
         if self._room < 0:
-            self._overflow()
-        return not self.overflowed
-
-    def _overflow(self) -> None:
-        self.overflowed = True
-        self._tell()
+            self.overflowed = True
+        if not self._news:
+            self._tell()
 
     def _tell(self) -> None:
         """Let `take` go on: there is something that must not wait."""

@@ -9,7 +9,6 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_FAILED,
     Child,
     Outcome,
-    RendezvousEvent,
     WithdrawRequest,
 )
 
@@ -18,17 +17,11 @@ from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, Limit
 from rd2h_meta.expiry import ExpiryQueue
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.memory import RendezvousMemory
-from rd2h_meta.rendezvous_record import (
-    NEVER_S,
-    ChildEnd,
-    LiveChild,
-    RendezvousRecord,
-    advertised_event,
-    outcome_name,
-)
+from rd2h_meta.rendezvous_events import Advertised, ChildEnd, Closed, Complete, Ended, Event, outcome_name
+from rd2h_meta.rendezvous_record import NEVER_S, LiveChild, RendezvousRecord
 from rd2h_meta.rendezvous_stats import RendezvousStats
 
-Emit = Callable[[int, RendezvousEvent], None]
+Emit = Callable[[int, Event], None]
 """Hands an event to a subscriber (an Exchange or Await stream), without blocking."""
 
 NOBODY = 0
@@ -107,13 +100,20 @@ class RendezvousTable:
         if deadline_s < record.scheduled_s:
             self._look_at(rendezvous_id, record, deadline_s)
         if record.waiters:
-            self._tell(record.waiters, advertised_event(rendezvous_id, child))
+            self._tell(record.waiters, Advertised(rendezvous_id, child))
             self._tell_if_complete(rendezvous_id, record)
 
     def await_children(
-        self, rendezvous_id: str, expected_children: int, ttl_s: float, subscriber: int, now_s: float
+        self,
+        rendezvous_id: str,
+        expected_children: int,
+        ttl_s: float,
+        subscriber: int,
+        now_s: float,
+        children_only: bool = False,
     ) -> None:
-        """A proxy waits for the children of a request; what has happened already is emitted before this returns.
+        """A proxy waits for the children of a request; what has happened already is emitted before this returns. With
+        `children_only` it concludes by itself what follows from the children's events.
 
         Raises:
             InvalidFieldError, LimitError, PreconditionError.
@@ -132,6 +132,7 @@ class RendezvousTable:
             record = self._create(rendezvous_id, deadline_s)
         record.expect(rendezvous_id, expected_children, deadline_s)
         record.add_waiter(subscriber)
+        record.tell_conclusions = record.tell_conclusions or not children_only
         awaited = self._awaited_by.get(subscriber)
         if awaited is None:
             awaited = self._awaited_by[subscriber] = set()
@@ -274,13 +275,14 @@ class RendezvousTable:
         now_s: float,
     ) -> None:
         """End a live or unknown child; tell the waiters, and its advertiser unless that is `subscriber`."""
-        live = record.live.get(request_id)
+        live = record.live.pop(request_id, None)
         if live is not None:
-            end = ChildEnd(end.outcome, end.reason, live.child.prompt_index, live.child.choice_index)
             self._live_children -= 1
-        record.end_child(request_id, end)
+            child = live.child
+            end = ChildEnd(end.outcome, end.reason, child.prompt_index, child.choice_index)
+        record.ended[request_id] = end
         self.stats.note_child(rendezvous_id, request_id, end, now_s)
-        event = end.event(rendezvous_id, request_id)
+        event = Ended(rendezvous_id, request_id, end)
         self._tell(record.waiters, event)
         if live is not None and live.advertiser not in (NOBODY, subscriber) and live.advertiser not in record.waiters:
             self._emit(live.advertiser, event)
@@ -288,11 +290,12 @@ class RendezvousTable:
     def _close_if_all_ended(self, rendezvous_id: str, record: RendezvousRecord, now_s: float) -> bool:
         end = record.final_end()
         if end is not None:
-            self._close(rendezvous_id, *end, now_s)
+            self._close(rendezvous_id, *end, now_s, tell=record.tell_conclusions)
         return end is not None
 
-    def _close(self, rendezvous_id: str, outcome: Outcome, reason: str, now_s: float) -> None:
-        """Move a rendezvous from the open ones to the memory. Closing again changes nothing."""
+    def _close(self, rendezvous_id: str, outcome: Outcome, reason: str, now_s: float, tell: bool = True) -> None:
+        """Move a rendezvous from the open ones to the memory. Closing again changes nothing. Without `tell` the waiters
+        know it by themselves."""
         record = self._open.pop(rendezvous_id, None)
         if record is None:
             if self._memory.get(rendezvous_id) is not None:
@@ -302,14 +305,15 @@ class RendezvousTable:
         for request_id, live in record.live.items():
             end = ChildEnd(outcome, reason, live.child.prompt_index, live.child.choice_index)
             record.ended[request_id] = end
-            self.stats.count_child(outcome)
+            self.stats.children[outcome] += 1
             if live.advertiser != NOBODY:
-                self._emit(live.advertiser, end.event(rendezvous_id, request_id))
+                self._emit(live.advertiser, Ended(rendezvous_id, request_id, end))
         self._live_children -= len(record.live)
         record.live.clear()
         self.stats.note_rendezvous(rendezvous_id, outcome, reason, now_s)
-        entry = self._memory.add(rendezvous_id, outcome, reason, record.ended, now_s)
-        self._tell(record.waiters, entry.closed_event(rendezvous_id))
+        self._memory.add(rendezvous_id, outcome, reason, record.ended, now_s)
+        if tell:
+            self._tell(record.waiters, Closed(rendezvous_id, outcome, reason))
         for subscriber in record.waiters:
             self._forget_waiter(subscriber, rendezvous_id)
 
@@ -321,14 +325,14 @@ class RendezvousTable:
                 del self._awaited_by[subscriber]
 
     def _tell_if_complete(self, rendezvous_id: str, record: RendezvousRecord) -> None:
-        if record.note_complete():
-            self._tell(record.waiters, record.complete_event(rendezvous_id))
+        if record.note_complete() and record.tell_conclusions:
+            self._tell(record.waiters, Complete(rendezvous_id, len(record.live)))
 
-    def _tell(self, subscribers: Iterable[int], event: RendezvousEvent) -> None:
+    def _tell(self, subscribers: Iterable[int], event: Event) -> None:
         for subscriber in subscribers:
             self._emit(subscriber, event)
 
-    def _tell_all(self, subscriber: int, events: Iterable[RendezvousEvent]) -> None:
+    def _tell_all(self, subscriber: int, events: Iterable[Event]) -> None:
         for event in events:
             self._emit(subscriber, event)
 

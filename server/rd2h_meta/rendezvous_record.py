@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
@@ -14,48 +13,13 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_FAILED,
     Child,
     Outcome,
-    RendezvousEvent,
 )
 
 from rd2h_meta.errors import LimitError, PreconditionError
+from rd2h_meta.rendezvous_events import Advertised, ChildEnd, Complete, Ended, Event
 
 _SEVERITY = (OUTCOME_DONE, OUTCOME_ABORTED, OUTCOME_EXPIRED, OUTCOME_FAILED)
 """Outcomes from the mildest to the worst: a rendezvous ends like its worst child."""
-
-
-_NAMES = {outcome: Outcome.Name(outcome).removeprefix("OUTCOME_").lower() for outcome in Outcome.values()}
-
-
-def outcome_name(outcome: Outcome) -> str:
-    """Return "done", "aborted", "failed" or "expired"."""
-    return _NAMES[outcome]
-
-
-def advertised_event(rendezvous_id: str, child: Child) -> RendezvousEvent:
-    """Return the event that tells of an advert. (Filling a message in is three times as fast as its constructor.)"""
-    event = RendezvousEvent(rendezvous_id=rendezvous_id)
-    event.advertised.CopyFrom(child)
-    return event
-
-
-class ChildEnd(NamedTuple):
-    """How a child ended. (A tuple is made in a third of the time of a frozen dataclass.)"""
-
-    outcome: Outcome
-    reason: str
-    prompt_index: int
-    choice_index: int
-
-    def event(self, rendezvous_id: str, request_id: str) -> RendezvousEvent:
-        """Return the event that tells of it."""
-        event = RendezvousEvent(rendezvous_id=rendezvous_id)
-        ended = event.child_ended
-        ended.request_id = request_id
-        ended.outcome = self.outcome
-        ended.reason = self.reason
-        ended.prompt_index = self.prompt_index
-        ended.choice_index = self.choice_index
-        return event
 
 
 @dataclass(slots=True)
@@ -89,7 +53,16 @@ class RendezvousRecord:
     """An open rendezvous. Made for every request, so it is kept small: a tuple of waiters (there is nearly always one)
     costs less than a set."""
 
-    __slots__ = ("deadline_s", "ended", "expected_children", "live", "scheduled_s", "state", "waiters")
+    __slots__ = (
+        "deadline_s",
+        "ended",
+        "expected_children",
+        "live",
+        "scheduled_s",
+        "state",
+        "tell_conclusions",
+        "waiters",
+    )
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s` is when it expires; children have deadlines of their own."""
@@ -101,6 +74,9 @@ class RendezvousRecord:
         self.ended: dict[str, ChildEnd] = {}
         self.waiters: tuple[int, ...] = ()
         """Subscribers that await it."""
+        self.tell_conclusions = False
+        """One of them does not count the children itself, so it has to be told when they are complete and when all have
+        ended."""
         self.scheduled_s = NEVER_S
         """Deadline under which the table has queued this record; never later than the earliest one of it."""
 
@@ -152,11 +128,6 @@ class RendezvousRecord:
         self.deadline_s = max(self.deadline_s, deadline_s) if self.expected_children else deadline_s
         self.expected_children = expected_children
 
-    def end_child(self, request_id: str, end: ChildEnd) -> LiveChild | None:
-        """Note the end of a child; return it when it was live."""
-        self.ended[request_id] = end
-        return self.live.pop(request_id, None)
-
     def note_complete(self) -> bool:
         """Move to COMPLETE when all expected children are known; return True when that happened now."""
         if self.state is RendezvousState.COMPLETE or len(self.live) + len(self.ended) != self.expected_children:
@@ -175,22 +146,14 @@ class RendezvousRecord:
             worst = max(self.ended.values(), key=lambda end: _SEVERITY.index(end.outcome))
         return worst.outcome, worst.reason
 
-    def replay(self, rendezvous_id: str) -> Iterator[RendezvousEvent]:
+    def replay(self, rendezvous_id: str) -> Iterator[Event]:
         """Yield what a waiter who comes now has missed."""
         for request_id, end in self.ended.items():
-            yield end.event(rendezvous_id, request_id)
+            yield Ended(rendezvous_id, request_id, end)
         for live in self.live.values():
-            yield advertised_event(rendezvous_id, live.child)
-        if self.state is RendezvousState.COMPLETE:
-            yield self.complete_event(rendezvous_id)
-
-    def complete_event(self, rendezvous_id: str) -> RendezvousEvent:
-        """Return the event that says that all expected children are known."""
-        event = RendezvousEvent(rendezvous_id=rendezvous_id)
-        event.complete.live_children = len(self.live)
-        if not self.live:
-            event.complete.SetInParent()  # 0 alone would not be sent
-        return event
+            yield Advertised(rendezvous_id, live.child)
+        if self.state is RendezvousState.COMPLETE and self.tell_conclusions:
+            yield Complete(rendezvous_id, len(self.live))
 
     def next_deadline_s(self) -> float:
         """Return when this record must be looked at next."""

@@ -41,7 +41,7 @@ async def abort(context: AbortContext, error: MetaServiceError) -> NoReturn:
     await context.abort(GRPC_CODES[error.code], error.message, trailing)
 
 
-def result_of(op_id: int, error: MetaServiceError) -> OperationResult:
+def refusal_of(op_id: int, error: MetaServiceError) -> OperationResult:
     """Return the result of a refused operation of an Exchange stream."""
     result = OperationResult(op_id=op_id, code=error.code, message=error.message)
     if isinstance(error, LimitError):

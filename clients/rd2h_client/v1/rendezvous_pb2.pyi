@@ -55,40 +55,40 @@ class Child(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., generation: _Optional[int] = ..., host: _Optional[str] = ..., base_port: _Optional[int] = ..., tp_size: _Optional[int] = ..., pcp_size: _Optional[int] = ..., dcp_size: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wire_version: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ..., prompt_index: _Optional[int] = ..., choice_index: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("op_id", "advertise", "await_children", "cancel", "withdraw", "report_failure", "relaxed")
+    __slots__ = ("op_id", "advertise", "await_children", "cancel", "withdraw", "report_failure")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     ADVERTISE_FIELD_NUMBER: _ClassVar[int]
     AWAIT_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     REPORT_FAILURE_FIELD_NUMBER: _ClassVar[int]
-    RELAXED_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     advertise: AdvertiseRequest
     await_children: AwaitRequest
     cancel: CancelRequest
     withdraw: WithdrawRequest
     report_failure: ReportFailureRequest
-    relaxed: bool
-    def __init__(self, op_id: _Optional[int] = ..., advertise: _Optional[_Union[AdvertiseRequest, _Mapping]] = ..., await_children: _Optional[_Union[AwaitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRequest, _Mapping]] = ..., report_failure: _Optional[_Union[ReportFailureRequest, _Mapping]] = ..., relaxed: bool = ...) -> None: ...
+    def __init__(self, op_id: _Optional[int] = ..., advertise: _Optional[_Union[AdvertiseRequest, _Mapping]] = ..., await_children: _Optional[_Union[AwaitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawRequest, _Mapping]] = ..., report_failure: _Optional[_Union[ReportFailureRequest, _Mapping]] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("operations",)
+    __slots__ = ("operations", "relaxed")
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    RELAXED_FIELD_NUMBER: _ClassVar[int]
     operations: _containers.RepeatedCompositeFieldContainer[Operation]
-    def __init__(self, operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
+    relaxed: bool
+    def __init__(self, operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., relaxed: bool = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("results", "events", "service_id", "succeeded")
+    __slots__ = ("results", "events", "service_id", "operations_done")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SERVICE_ID_FIELD_NUMBER: _ClassVar[int]
-    SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_DONE_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[OperationResult]
     events: _containers.RepeatedCompositeFieldContainer[RendezvousEvent]
     service_id: str
-    succeeded: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RendezvousEvent, _Mapping]]] = ..., service_id: _Optional[str] = ..., succeeded: _Optional[_Iterable[int]] = ...) -> None: ...
+    operations_done: int
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RendezvousEvent, _Mapping]]] = ..., service_id: _Optional[str] = ..., operations_done: _Optional[int] = ...) -> None: ...
 
 class OperationResult(_message.Message):
     __slots__ = ("op_id", "code", "message", "retry_after_ms", "outcome")
@@ -161,14 +161,16 @@ class AdvertiseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AwaitRequest(_message.Message):
-    __slots__ = ("rendezvous_id", "expected_children", "ttl_ms")
+    __slots__ = ("rendezvous_id", "expected_children", "ttl_ms", "children_only")
     RENDEZVOUS_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_ONLY_FIELD_NUMBER: _ClassVar[int]
     rendezvous_id: str
     expected_children: int
     ttl_ms: int
-    def __init__(self, rendezvous_id: _Optional[str] = ..., expected_children: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    children_only: bool
+    def __init__(self, rendezvous_id: _Optional[str] = ..., expected_children: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., children_only: bool = ...) -> None: ...
 
 class AwaitResponse(_message.Message):
     __slots__ = ("events",)

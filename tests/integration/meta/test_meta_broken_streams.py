@@ -27,9 +27,11 @@ class Stage(EngineRegistryServicer, RendezvousServicer):  # type: ignore[misc]
         yield rv.ExchangeResponse(service_id="stage")
         if self.abrupt:
             return
+        done = 0
         async for request in request_iterator:
             self.operations += request.operations
-            yield rv.ExchangeResponse(succeeded=[operation.op_id for operation in request.operations])
+            done += len(request.operations)
+            yield rv.ExchangeResponse(operations_done=done)
 
     async def GetRendezvousStats(  # noqa: N802
         self, request: rv.GetRendezvousStatsRequest, context: Any

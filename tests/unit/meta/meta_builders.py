@@ -13,6 +13,7 @@ from rd2h_client.v1.engine_registry_pb2 import (
 from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE, Child, Outcome, RendezvousEvent, WithdrawRequest
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.rendezvous import RendezvousTable
+from rd2h_meta.rendezvous_events import Event
 
 PROXY, DECODE, OTHER = 1, 2, 3
 """Subscribers."""
@@ -93,12 +94,19 @@ def _outcome(number: int) -> str:
     return ("?", "DONE", "ABORTED", "FAILED", "EXPIRED")[number]
 
 
+def as_message(event: Event) -> RendezvousEvent:
+    """The message that carries an event of the table."""
+    message = RendezvousEvent()
+    event.write(message)
+    return message
+
+
 class RendezvousBench:
     """A rendezvous table, and what every subscriber was told."""
 
     def __init__(self, limits: RendezvousLimits = RendezvousLimits()) -> None:  # noqa: B008
         self.told: dict[int, list[RendezvousEvent]] = {}
-        self.table = RendezvousTable(limits, lambda who, event: self.told.setdefault(who, []).append(event))
+        self.table = RendezvousTable(limits, lambda who, event: self.told.setdefault(who, []).append(as_message(event)))
 
     def story(self, who: int) -> list[str]:
         """What a subscriber was told since the last call."""
@@ -108,8 +116,16 @@ class RendezvousBench:
         for name in names:
             self.table.advertise(rid, child(name), ttl_s, who, now_s)
 
-    def await_(self, expected: int, rid: str = "r", ttl_s: float = 0.0, who: int = PROXY, now_s: float = 0.0) -> None:
-        self.table.await_children(rid, expected, ttl_s, who, now_s)
+    def await_(
+        self,
+        expected: int,
+        rid: str = "r",
+        ttl_s: float = 0.0,
+        who: int = PROXY,
+        now_s: float = 0.0,
+        children_only: bool = False,
+    ) -> None:
+        self.table.await_children(rid, expected, ttl_s, who, now_s, children_only)
 
     def withdraw(
         self, name: str, outcome: Outcome = OUTCOME_DONE, reason: str = "", rid: str = "r", who: int = DECODE

@@ -19,7 +19,7 @@ from rd2h_client.v1.rendezvous_pb2 import (
 
 
 def make(expected: int = 2) -> ChildrenIterator:
-    return ChildrenIterator("r", expected, lambda rid: None)
+    return ChildrenIterator("r", expected, lambda rid: None, asyncio.get_running_loop())
 
 
 def advertised(name: str) -> RendezvousEvent:
@@ -40,11 +40,10 @@ async def story(iterator: ChildrenIterator) -> list[str]:
 
 async def test_events_pass_once_and_closed_is_the_last() -> None:
     iterator = make()
-    events = [advertised("a"), advertised("b"), COMPLETE, ended("a"), ended("b")]
-    for event in events:
+    for event in [advertised("a"), advertised("b"), COMPLETE, ended("a")]:
         for _ in range(2):
             assert not iterator.offer(event)
-    assert iterator.offer(CLOSED)
+    assert iterator.offer(ended("b"))
     assert await story(iterator) == [
         "advertised a", "advertised b", "complete 2", "ended a DONE", "ended b DONE", "closed DONE",
     ]  # fmt: skip
@@ -58,11 +57,10 @@ async def test_an_advert_replayed_after_the_end_of_its_child_says_nothing() -> N
     assert await story(iterator) == ["ended a DONE", "closed DONE"]
 
 
-async def test_after_a_resume_it_concludes_what_the_service_has_forgotten() -> None:
+async def test_it_concludes_what_follows_from_the_children() -> None:
     iterator = make()
     iterator.offer(advertised("a"))
     iterator.offer(ended("a", OUTCOME_ABORTED, "client left"))
-    iterator.resume()
     iterator.offer(advertised("b"))
     assert iterator.offer(ended("b"))
     events = [event async for event in iterator]
@@ -72,15 +70,23 @@ async def test_after_a_resume_it_concludes_what_the_service_has_forgotten() -> N
     assert events[-1].closed.reason == "client left"
 
 
-async def test_without_a_resume_the_service_has_the_word() -> None:
+async def test_children_that_all_ended_before_they_advertised() -> None:
     iterator = make()
     iterator.offer(ended("a"))
-    assert not iterator.offer(ended("b"))
+    assert iterator.offer(ended("b"))
+    assert await story(iterator) == ["ended a DONE", "ended b DONE", "complete 0", "closed DONE"]
+
+
+async def test_a_rendezvous_that_the_service_closes_ends_without_its_children() -> None:
+    iterator = make()
+    iterator.offer(advertised("a"))
+    assert iterator.offer(CLOSED)
+    assert await story(iterator) == ["advertised a", "closed DONE"]
 
 
 async def test_waits_for_events_and_ends_early() -> None:
     forgotten: list[str] = []
-    iterator = ChildrenIterator("r", 1, forgotten.append)
+    iterator = ChildrenIterator("r", 2, forgotten.append, asyncio.get_running_loop())
     waiting = asyncio.create_task(anext(iterator))
     await asyncio.sleep(0)
     iterator.offer(advertised("a"))
@@ -111,7 +117,6 @@ async def test_unknown_events_of_a_newer_service_are_ignored() -> None:
 
 async def test_an_outcome_of_a_newer_service_counts_as_the_worst() -> None:
     iterator = make()
-    iterator.resume()
     iterator.offer(ended("a", 9, "something new"))  # type: ignore[arg-type]  # open enums take any number
     assert iterator.offer(ended("b", OUTCOME_ABORTED))
     *_, last = [event async for event in iterator]

@@ -3,8 +3,9 @@
 import grpc
 import pytest
 from rd2h_client.errors import MetaError, MetaExhaustedError, MetaRefusedError, MetaUnavailableError, QueueFullError
+from rd2h_client.operations import Cancellation, End, FailureReport
 from rd2h_client.pending import MAX_BATCH_BYTES, MAX_BATCH_OPERATIONS, NO_DEADLINE, PendingOperations
-from rd2h_client.v1.rendezvous_pb2 import CancelRequest, Operation, OperationResult, ReportFailureRequest
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_ABORTED, OperationResult
 
 
 class Bench:
@@ -12,13 +13,20 @@ class Bench:
         self.pending = PendingOperations(size)
         self.outcomes: list[MetaError | None] = []
 
-    def submit(self, deadline_s: float = 10.0, operation: Operation | None = None) -> int:
-        operation = operation or Operation(cancel=CancelRequest(rendezvous_id="r"))
-        return self.pending.submit(operation, deadline_s, self.outcomes.append)
+    def submit(self, deadline_s: float = 10.0, operation: End | None = None) -> int:
+        operation = operation or Cancellation("r", "left", OUTCOME_ABORTED)
+        operation.deadline_s = deadline_s
+        operation.done = self.outcomes.append
+        self.pending.submit(operation)
+        return operation.op_id
 
     def sent(self) -> list[int]:
-        batch = self.pending.take_batch()
+        batch = self.pending.take_batch(0.0)
         return [operation.op_id for operation in batch.operations] if batch else []
+
+    def refuse(self, op_id: int, code: int, message: str = "", retry_after_ms: int = 0) -> None:
+        result = OperationResult(op_id=op_id, code=code, message=message, retry_after_ms=retry_after_ms)
+        self.pending.refused(result, 0.0)
 
 
 def test_everything_pending_goes_into_one_message_in_order() -> None:
@@ -35,23 +43,60 @@ def test_batches_are_bounded_in_number_and_size() -> None:
         bench.submit()
     assert len(bench.sent()) == MAX_BATCH_OPERATIONS
     assert len(bench.sent()) == 1
-    big = ReportFailureRequest(rendezvous_id="r", reason="x", request_ids=["y" * 500] * 1_000)
     for _ in range(10):
-        bench.submit(operation=Operation(report_failure=big))
-    while batch := bench.pending.take_batch():
-        assert batch.ByteSize() < MAX_BATCH_BYTES + big.ByteSize() + 100
+        bench.submit(operation=FailureReport("r", "x", ["y" * 500] * 1_000))
+    sizes = []
+    while batch := bench.pending.take_batch(0.0):
+        sizes.append(len(batch.operations))
+        assert batch.ByteSize() < MAX_BATCH_BYTES + 600_000
+    assert sizes == [5, 5]
 
 
 def test_results_end_operations_once() -> None:
     bench = Bench()
-    first, second = bench.submit(), bench.submit()
+    bench.submit()
+    second = bench.submit()
+    bench.submit()
+    bench.sent()
     for _ in range(2):
-        bench.pending.succeed([first, 99])
-        bench.pending.receive(OperationResult(op_id=second, code=3, message="bad"), 0.0)
-        bench.pending.receive(OperationResult(op_id=99, code=3), 0.0)
-    assert bench.outcomes[0] is None
-    assert isinstance(bench.outcomes[1], MetaRefusedError)
-    assert len(bench.outcomes) == 2
+        bench.refuse(second, 3, "bad")
+        bench.refuse(99, 3)
+        bench.pending.done(2)
+    refusal, applied = bench.outcomes
+    assert isinstance(refusal, MetaRefusedError)
+    assert applied is None
+    bench.pending.done(1_000_000)  # more than were sent
+    assert bench.outcomes[2:] == [None]
+
+
+def test_what_is_counted_as_done_is_what_was_sent_on_this_stream() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.pending.done(1)  # nothing was sent yet
+    bench.sent()
+    bench.pending.done(1)
+    assert bench.outcomes == [None]
+    bench.submit()
+    bench.sent()
+    bench.pending.send_again(bench.pending.restart())
+    bench.pending.done(1)
+    assert len(bench.outcomes) == 1
+    bench.sent()
+    bench.pending.done(1)
+    assert bench.outcomes == [None, None]
+
+
+def test_what_cannot_be_sent_fails_alone() -> None:
+    bench = Bench()
+    bench.submit(operation=Cancellation("r", "\ud800", OUTCOME_ABORTED))
+    good = bench.submit()
+    assert bench.sent() == [good]
+    (error,) = bench.outcomes
+    assert isinstance(error, MetaRefusedError)
+    assert "cancel: cannot be sent" in error.message
+    bench.pending.done(1)
+    assert bench.outcomes[1:] == [None]
+    assert len(bench.pending) == 0
 
 
 @pytest.mark.parametrize(("code", "retry_after_ms", "due_s"), [(8, 1_500, 1.5), (14, 0, 0.2)])
@@ -59,20 +104,36 @@ def test_refusals_for_now_are_sent_again_after_the_delay(code: int, retry_after_
     bench = Bench()
     op_id = bench.submit(deadline_s=10.0)
     bench.sent()
-    bench.pending.receive(OperationResult(op_id=op_id, code=code, retry_after_ms=retry_after_ms), 0.0)
+    bench.refuse(op_id, code, retry_after_ms=retry_after_ms)
+    bench.pending.done(1)
+    assert bench.outcomes == []
     assert bench.pending.next_wake_s() == due_s
     bench.pending.wake(due_s - 0.01)
     assert bench.sent() == []
     bench.pending.wake(due_s)
-    assert bench.sent() == [op_id]
-    bench.pending.succeed([op_id])
+    (again,) = bench.sent()
+    assert again != op_id  # ids are unique on a stream
+    bench.pending.done(2)
     assert bench.outcomes == [None]
+
+
+def test_a_retry_that_overtakes_the_count_of_its_refusal_is_not_taken_for_applied() -> None:
+    bench = Bench()
+    op_id = bench.submit()
+    bench.sent()
+    bench.refuse(op_id, 8)
+    bench.pending.wake(1.0)
+    (again,) = bench.sent()
+    bench.refuse(again, 8)
+    bench.pending.done(2)
+    assert bench.outcomes == []
+    assert len(bench.pending) == 1
 
 
 def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for() -> None:
     bench = Bench()
     op_id = bench.submit(deadline_s=1.0)
-    bench.pending.receive(OperationResult(op_id=op_id, code=8, message="full", retry_after_ms=1_500), 0.0)
+    bench.refuse(op_id, 8, "full", retry_after_ms=1_500)
     (error,) = bench.outcomes
     assert isinstance(error, MetaExhaustedError)
     assert error.retry_after_s == 1.5
@@ -80,10 +141,11 @@ def test_a_retry_that_would_come_after_the_deadline_is_not_waited_for() -> None:
 
 def test_deadlines() -> None:
     bench = Bench()
+    bench.submit(deadline_s=3.0)
+    bench.sent()
     bench.submit(deadline_s=5.0)
-    answered = bench.submit(deadline_s=3.0)
     bench.submit(deadline_s=NO_DEADLINE)
-    bench.pending.succeed([answered])
+    bench.pending.done(1)
     bench.pending.wake(4.9)
     assert bench.pending.next_wake_s() == 5.0
     assert len(bench.outcomes) == 1
@@ -99,11 +161,11 @@ def test_a_new_stream_sends_the_unanswered_again_in_order() -> None:
     bench = Bench()
     ids = [bench.submit() for _ in range(4)]
     bench.sent()
-    bench.pending.succeed([ids[1]])
-    bench.pending.receive(OperationResult(op_id=ids[2], code=14), 0.0)
+    bench.pending.done(1)
+    bench.refuse(ids[2], 14)
     again = bench.pending.restart()
     newer = bench.submit()
-    bench.pending.drop(ids[0])
+    bench.pending.drop(ids[1])
     bench.pending.send_again(again)
     assert bench.sent() == [newer, ids[2], ids[3]]
     bench.pending.wake(1.0)
@@ -121,9 +183,11 @@ def test_the_queue_is_bounded() -> None:
 def test_memory_of_deadlines_follows_what_waits() -> None:
     bench = Bench()
     keep = bench.submit(deadline_s=1.0)
+    bench.sent()
     for _ in range(10_000):
-        bench.pending.succeed([bench.submit(deadline_s=1e6)])
-    assert len(bench.pending._deadlines) < 200
+        bench.pending.drop(bench.submit(deadline_s=1e6))
+    assert len(bench.pending._deadlines) < 2_000
+    assert len(bench.pending._unsent) < 2_000  # also while no stream takes anything
     assert keep in bench.pending
 
 

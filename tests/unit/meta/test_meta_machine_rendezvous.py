@@ -4,31 +4,30 @@ Whatever the order: the proxy sees every child once and its end once, nobody wai
 and Decode learns the end of every child that it advertised.
 """
 
+import asyncio
 from collections import deque
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from meta_builders import child, kind
+from meta_builders import as_message, child, kind
 from rd2h_client.awaiting import ChildrenIterator
 from rd2h_client.errors import MetaError, RendezvousEndedError
 from rd2h_client.exchange_state import ExchangeState
+from rd2h_client.operations import Cancellation, FailureReport, Withdrawal
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_DONE,
-    CancelRequest,
     ChildEnded,
     ExchangeRequest,
     ExchangeResponse,
     Operation,
     OperationResult,
-    RendezvousEvent,
-    ReportFailureRequest,
-    WithdrawRequest,
 )
 from rd2h_meta.errors import EndedError, MetaServiceError
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.rendezvous import RendezvousTable
+from rd2h_meta.rendezvous_events import Event
 
 LONG_S = 100_000.0
 RENDEZVOUS = st.sampled_from(["r0", "r1"])
@@ -43,6 +42,7 @@ class Link:
     def __init__(self, on_child_ended) -> None:  # type: ignore[no-untyped-def]
         self.state = ExchangeState(1_000, on_child_ended)
         self.subscriber = 0  # 0: no stream
+        self.done = 0  # operations of the present stream that the service has applied or refused
         self.up: deque[ExchangeRequest] = deque()
         self.down: deque[ExchangeResponse] = deque()
 
@@ -53,6 +53,7 @@ class PlaneMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now_s = 0.0
+        self.loop = asyncio.new_event_loop()  # never run: the iterators are read without waiting
         self.runs = 0
         self.last_subscriber = 0
         self.notices: dict[tuple[str, str], ChildEnded | str] = {}
@@ -79,10 +80,10 @@ class PlaneMachine(RuleBasedStateMachine):
             link.up.clear()
             link.down.clear()
 
-    def emit(self, subscriber: int, event: RendezvousEvent) -> None:
+    def emit(self, subscriber: int, event: Event) -> None:
         for link in (self.proxy, self.decode):
             if link.subscriber == subscriber:
-                link.down.append(ExchangeResponse(events=[event]))
+                link.down.append(ExchangeResponse(events=[as_message(event)]))
 
     # What the clients do.
 
@@ -90,7 +91,7 @@ class PlaneMachine(RuleBasedStateMachine):
     def proxy_awaits(self, rid: str) -> None:
         if rid in self.awaits:
             return
-        iterator = ChildrenIterator(rid, EXPECTED, self.proxy.state.forget_await)
+        iterator = ChildrenIterator(rid, EXPECTED, self.proxy.state.forget_await, self.loop)
         self.awaits[rid] = iterator
         self.seen[rid] = []
         self.proxy.state.await_children(rid, EXPECTED, LONG_S, iterator, LONG_S)
@@ -108,31 +109,28 @@ class PlaneMachine(RuleBasedStateMachine):
                 assert key not in self.notices
                 self.notices[key] = error.message
 
-        self.decode.state.advertise(rid, child(name), self.now_s, LONG_S, LONG_S, done)
+        self.decode.state.advertise(rid, child(name), LONG_S, LONG_S, done)
 
     @rule(rid=RENDEZVOUS, name=CHILDREN, outcome=st.sampled_from([OUTCOME_DONE, OUTCOME_ABORTED]))
     def decode_withdraws(self, rid: str, name: str, outcome: int) -> None:
         if (rid, name) in self.withdrawn:
             return
         self.withdrawn.add((rid, name))
-        request = WithdrawRequest(rendezvous_id=rid, request_id=name, outcome=outcome)
-        self.decode.state.end(Operation(withdraw=request), self.now_s, LONG_S, must_succeed)
+        self.decode.state.end(Withdrawal(rid, name, outcome), self.now_s, LONG_S, must_succeed)
 
     @rule(rid=RENDEZVOUS, seldom=SELDOM)
     def proxy_cancels(self, rid: str, seldom: bool) -> None:
         if not seldom:
             return
         self.cancelled.add(rid)
-        request = CancelRequest(rendezvous_id=rid, reason="left")
-        self.proxy.state.end(Operation(cancel=request), self.now_s, LONG_S, must_succeed)
+        self.proxy.state.end(Cancellation(rid, "left", OUTCOME_ABORTED), self.now_s, LONG_S, must_succeed)
 
     @rule(rid=RENDEZVOUS, seldom=SELDOM)
     def proxy_reports_failure(self, rid: str, seldom: bool) -> None:
         if not seldom:
             return
         self.cancelled.add(rid)
-        request = ReportFailureRequest(rendezvous_id=rid, reason="prefill down")
-        self.proxy.state.end(Operation(report_failure=request), self.now_s, LONG_S, must_succeed)
+        self.proxy.state.end(FailureReport(rid, "prefill down"), self.now_s, LONG_S, must_succeed)
 
     # What the network does.
 
@@ -170,6 +168,7 @@ class PlaneMachine(RuleBasedStateMachine):
             return
         self.last_subscriber += 1
         link.subscriber = self.last_subscriber
+        link.done = 0
         link.state.receive(ExchangeResponse(service_id=self.service_id), self.now_s)
         link.state.reconnected(self.now_s)
 
@@ -183,14 +182,17 @@ class PlaneMachine(RuleBasedStateMachine):
 
     def client_sends(self, proxy: bool) -> None:
         link = self.proxy if proxy else self.decode
-        if link.subscriber and (batch := link.state.take_batch()) is not None:
+        if link.subscriber and (batch := link.state.take_batch(self.now_s)) is not None:
             link.up.append(ExchangeRequest.FromString(batch.SerializeToString()))
 
     def service_applies(self, proxy: bool) -> None:
         link = self.proxy if proxy else self.decode
         if link.up:
             for operation in link.up.popleft().operations:
-                link.down.append(self.apply(operation, link.subscriber))
+                response = self.apply(operation, link.subscriber)
+                link.done += 1
+                response.operations_done = link.done
+                link.down.append(response)
 
     def client_receives(self, proxy: bool) -> None:
         link = self.proxy if proxy else self.decode
@@ -212,7 +214,9 @@ class PlaneMachine(RuleBasedStateMachine):
             if name == "advertise":
                 self.table.advertise(rid, request.child, 0.0, subscriber, self.now_s)
             elif name == "await_children":
-                self.table.await_children(rid, request.expected_children, 0.0, subscriber, self.now_s)
+                self.table.await_children(
+                    rid, request.expected_children, 0.0, subscriber, self.now_s, request.children_only
+                )
             elif name == "cancel":
                 self.table.cancel(rid, request.outcome, request.reason, self.now_s)
             elif name == "withdraw":
@@ -226,7 +230,7 @@ class PlaneMachine(RuleBasedStateMachine):
             return ExchangeResponse(results=[result])
         except MetaServiceError as error:
             raise AssertionError(f"{name} refused: {error}") from error
-        return ExchangeResponse(succeeded=[operation.op_id])
+        return ExchangeResponse()
 
     def look(self) -> None:
         for rid, iterator in self.awaits.items():
@@ -246,6 +250,7 @@ class PlaneMachine(RuleBasedStateMachine):
         """Everything comes back and is delivered; then everybody knows the truth."""
         if not hasattr(self, "runs"):
             return
+        self.loop.close()
         for proxy in (True, False, True, False):
             self.flush(proxy)
         for link in (self.proxy, self.decode):

@@ -95,6 +95,49 @@ class TestIdempotence:
         assert bench.table.stats.totals() == {"advertised": 1, "children_done": 1, "rendezvous_done": 1}
 
 
+class TestChildrenOnly:
+    """Who counts the children itself is not told what follows from them."""
+
+    def test_neither_that_they_are_complete_nor_that_all_have_ended(self) -> None:
+        bench = RendezvousBench()
+        bench.await_(2, children_only=True)
+        bench.advertise("a", "b")
+        bench.withdraw("a")
+        bench.withdraw("b")
+        assert bench.story(PROXY) == ["advertised a", "advertised b", "ended a DONE", "ended b DONE"]
+        assert bench.table.open_count == 0
+
+    def test_nor_by_a_replay(self) -> None:
+        bench = RendezvousBench()
+        bench.advertise("a")
+        bench.await_(1, children_only=True)
+        assert bench.story(PROXY) == ["advertised a"]
+
+    @pytest.mark.parametrize("end", ["cancel", "failure", "time"])
+    def test_other_ends_are_told(self, end: str) -> None:
+        bench = RendezvousBench()
+        bench.await_(2, ttl_s=10.0, children_only=True)
+        bench.advertise("a", ttl_s=100.0)
+        if end == "cancel":
+            bench.table.cancel("r", OUTCOME_ABORTED, "left", 0.0)
+        elif end == "failure":
+            bench.table.report_failure("r", [], "prefill down", 0.0)
+        else:
+            bench.table.expire(10.0)
+        told, last = bench.story(PROXY)
+        assert (told, last.split()[0]) == ("advertised a", "closed")
+
+    def test_one_who_does_not_count_is_told_everything(self) -> None:
+        bench = RendezvousBench()
+        bench.await_(1, children_only=True)
+        bench.await_(1, who=OTHER)
+        bench.advertise("a")
+        bench.withdraw("a")
+        everything = ["advertised a", "complete 1", "ended a DONE", "closed DONE"]
+        assert bench.story(OTHER) == everything
+        assert bench.story(PROXY) == everything
+
+
 class TestEnds:
     def test_a_child_withdrawn_before_it_advertised_reaches_the_waiter(self) -> None:
         bench = RendezvousBench()
