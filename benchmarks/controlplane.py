@@ -35,8 +35,6 @@ from benchmarks.harness.processes import Child
 CONCURRENCIES = (1, 32, 256)
 START_TIMEOUT_S = 60.0
 FLOOR = "floor"
-COLLECTOR_THRESHOLDS = (50_000, 20, 50)
-"""Those of the service, for all clients: at Python's own the collector takes an eighth of the time of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,6 @@ class Verdict:
 
 def run(rounds: int, duration_s: float) -> list[Row]:
     """Measure every system at every concurrency."""
-    gc.set_threshold(*COLLECTOR_THRESHOLDS)
     # The libraries of all systems are loaded here; looking through them again and again would disturb every system.
     gc.collect()
     gc.freeze()
