@@ -19,12 +19,12 @@ def _checkout() -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's name and passes everything after it on."""
-    parser.add_argument("name", help="hotpath, controlplane, ...: a module of the folder benchmarks")
+    parser.add_argument("name", nargs="?", default="", help="hotpath, controlplane, ...: a module of the folder benchmarks")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on, e.g. --json")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `python -m benchmarks.NAME` in this process. Raises Rd2hError for an unknown name."""
+    """Runs `python -m benchmarks.NAME` in this process. Raises Rd2hError for an unknown name, or none."""
     folder = _checkout()
     sys.path.insert(0, str(folder))
     module = f"benchmarks.{args.name}"

@@ -99,7 +99,7 @@ def parse_listen(name: str, text: str) -> tuple[str, int]:
     try:
         host, port = split_host_port(f"{text[:-2]}:1" if free_port else text)
     except AddressError as error:
-        raise ConfigError(f"{name}: got {text!r}, allowed: {error}") from error
+        raise ConfigError(f"{name}: got {text!r}, allowed: {error}; port 0 takes a free one") from error
     return host, 0 if free_port else port
 
 

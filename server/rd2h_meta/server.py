@@ -20,7 +20,7 @@ from rd2h_meta.health_service import HealthService
 from rd2h_meta.limits import RegistryLimits, RendezvousLimits, ServerLimits
 from rd2h_meta.metrics import MetricsEndpoint, MetricsSource
 from rd2h_meta.registry import EngineRegistry
-from rd2h_meta.registry_service import RegistryService
+from rd2h_meta.engine_service import EngineService
 from rd2h_meta.rendezvous_service import RendezvousService
 
 _TICK_S = 0.1
@@ -56,7 +56,7 @@ class MetaServer:
         self.registry = EngineRegistry(
             self.service_id, self._limits.registry, time.monotonic(), lambda: secrets.token_hex(16)
         )
-        self.registry_service = RegistryService(self.registry)
+        self.engine_service = EngineService(self.registry)
         self.rendezvous_service = RendezvousService(self.service_id, self._limits)
         self.health_service = HealthService(self.registry)
         token = read_token(config)
@@ -81,7 +81,7 @@ class MetaServer:
         interceptors = (self._token_interceptor,) if self._token_interceptor else ()
         server = self._new_server(interceptors)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous_service, server)
-        engine_registry_pb2_grpc.add_EngineRegistryServicer_to_server(self.registry_service, server)
+        engine_registry_pb2_grpc.add_EngineRegistryServicer_to_server(self.engine_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health_service, server)
         names = [
             engine_registry_pb2.DESCRIPTOR.services_by_name["EngineRegistry"].full_name,
@@ -115,7 +115,7 @@ class MetaServer:
         deadline_s = time.monotonic() + grace_s
         logger.info("draining", extra={"fields": {"waiters": self.rendezvous_service.table.waiter_count}})
         self.health_service.start_draining()
-        self.registry_service.start_draining()
+        self.engine_service.start_draining()
         self.rendezvous_service.start_draining()
         while self.rendezvous_service.table.waiter_count and time.monotonic() < deadline_s:
             await asyncio.sleep(_TICK_S / 2)

@@ -25,7 +25,7 @@ MAX_BATCH_EVENTS = 1_000
 """Changes taken from a watcher's queue at a time."""
 
 
-class RegistryService(EngineRegistryServicer):
+class EngineService(EngineRegistryServicer):
     """Serves one registry. All calls run on one event loop, so the registry needs no lock."""
 
     def __init__(self, registry: EngineRegistry, clock: Callable[[], float] = time.monotonic) -> None:
