@@ -19,7 +19,7 @@ def _checkout() -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's name and passes everything after it on."""
-    parser.add_argument("name", nargs="?", default="", help="hotpath, controlplane, ...: a module of the folder benchmarks")
+    parser.add_argument("name", nargs="?", default="", help="hotpath, controlplane, ...: in the folder benchmarks")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on, e.g. --json")
 
 

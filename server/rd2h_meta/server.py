@@ -16,11 +16,11 @@ from rd2h_client.v1 import engine_registry_pb2, engine_registry_pb2_grpc, rendez
 
 from rd2h_meta.config import ConfigError, MetaConfig, parse_listen
 from rd2h_meta.credentials import TokenInterceptor, read_token, server_credentials
+from rd2h_meta.engine_service import EngineService
 from rd2h_meta.health_service import HealthService
 from rd2h_meta.limits import RegistryLimits, RendezvousLimits, ServerLimits
 from rd2h_meta.metrics import MetricsEndpoint, MetricsSource
 from rd2h_meta.registry import EngineRegistry
-from rd2h_meta.engine_service import EngineService
 from rd2h_meta.rendezvous_service import RendezvousService
 
 _TICK_S = 0.1
