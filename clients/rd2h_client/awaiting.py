@@ -27,7 +27,7 @@ class ChildrenIterator:
     iteration ends after `closed`, however often the connection or the service was lost on the way.
 
     The service tells of the children; that they are complete and that all have ended is concluded here, so that it
-    does not depend on what a restarted service remembers. Holds at most two events per expected child, and two more.
+    does not depend on what a restarted service remembers. Holds at most four events per expected child, and two more.
     """
 
     __slots__ = (
@@ -80,13 +80,18 @@ class ChildrenIterator:
 
     async def aclose(self) -> None:
         """Stop awaiting; the rendezvous goes on until it is cancelled or its time limit passes."""
+        if not self._over and self._error is None:  # else it is forgotten, and may be awaited by another
+            self._forget(self._rendezvous_id)
         self._over = True
         self._events.clear()
-        self._forget(self._rendezvous_id)
         self._wake()
 
     def offer(self, event: RendezvousEvent) -> bool:
-        """See AwaitSink."""
+        """See AwaitSink.
+
+        Raises:
+            ValueError: the service tells of ever more children.
+        """
         kind = event.WhichOneof("event")
         if kind == "advertised":
             request_id = event.advertised.request_id
@@ -121,6 +126,9 @@ class ChildrenIterator:
 
     def _conclude(self) -> None:
         """All children are known."""
+        if len(self._children) > 2 * self._expected:
+            # After a restart of both, Decode's children may come under other ids; but not without end.
+            raise ValueError(f"{len(self._children)} children advertised or ended, expected {self._expected}")
         if not self._complete:
             self._complete = True
             event = RendezvousEvent(rendezvous_id=self._rendezvous_id)

@@ -83,7 +83,10 @@ class ExchangeState:
 
         Raises:
             QueueFullError: too many are open.
+            ValueError: `expires_s` is not a number.
         """
+        if expires_s != expires_s:  # the timer would never come to rest with NaN
+            raise ValueError(f"expires_s: got {expires_s}, allowed: a time")
         key = (rendezvous_id, child.request_id)
         if key not in self._adverts and len(self._adverts) >= self._max_open:
             raise QueueFullError(f"{self._max_open} adverts are open")
@@ -99,8 +102,10 @@ class ExchangeState:
 
         Raises:
             QueueFullError: too many are open.
-            ValueError: this client awaits it already.
+            ValueError: this client awaits it already, or its life is not a number.
         """
+        if expires_s != expires_s:  # the timer would never come to rest with NaN
+            raise ValueError(f"ttl_s: got {ttl_s}, allowed: seconds")
         if rendezvous_id in self._awaits:
             raise ValueError(f"rendezvous_id: {rendezvous_id!r} is awaited already by this client")
         if len(self._awaits) >= self._max_open:
@@ -195,7 +200,7 @@ class ExchangeState:
 
     def _await_refused(self, waiting: Await, error: MetaError) -> None:
         if self._awaits.get(waiting.rendezvous_id) is waiting:
-            del self._awaits[waiting.rendezvous_id]
+            self.forget_await(waiting.rendezvous_id)
             waiting.sink.fail(error)
 
     def _advert_answered(self, advert: Advert, error: MetaError | None) -> None:

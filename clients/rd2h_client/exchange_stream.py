@@ -84,10 +84,12 @@ class ExchangeStream:
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
                 before = self._state.service_id
+                if writer is None:
+                    # Only now is the service known to be there. What the message counts is of this stream.
+                    self._state.reconnected(time.monotonic())
                 self._state.receive(response, time.monotonic())
                 if writer is None:
-                    # The first message says which run of the service this is; only now is it known to be there.
-                    self._state.reconnected(time.monotonic())
+                    # The first message has said which run of the service this is.
                     self._wake.set()
                     writer = asyncio.create_task(self._write(call))
                     self.connected = True

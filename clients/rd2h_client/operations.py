@@ -9,6 +9,13 @@ from rd2h_client.errors import MetaError
 from rd2h_client.pending import NO_DEADLINE, Done, PendingOperation
 from rd2h_client.v1.rendezvous_pb2 import Child, Operation, Outcome, RendezvousEvent
 
+_LONGEST_MS = 2**32 - 1
+_LONGEST_S = _LONGEST_MS / 1000
+"""Longest life that can be said; the service takes less."""
+
+_MAX_REASON = 1_024
+"""Characters of a reason that are sent; the service keeps as many bytes."""
+
 
 class AwaitSink(Protocol):
     """Takes the events of one awaited rendezvous."""
@@ -124,7 +131,7 @@ class End(PendingOperation):
         """The rest is filled in by `ExchangeState.end`."""
         super().__init__(NO_DEADLINE, relaxed)
         self.rendezvous_id = rendezvous_id
-        self.reason = reason
+        self.reason = reason if reason.isascii() and len(reason) <= _MAX_REASON else _sendable(reason)
         self.said_s = 0.0
         """When it was said first."""
         self.done: Done = ignore
@@ -192,13 +199,12 @@ class Cancellation(End):
 class FailureReport(End):
     """Children (all, when none is named) will get no KV."""
 
-    __slots__ = ("bulk_bytes", "request_ids")
+    __slots__ = ("request_ids",)
     name = "report_failure"
 
     def __init__(self, rendezvous_id: str, reason: str, request_ids: Iterable[str] = (), relaxed: bool = False) -> None:
         super().__init__(rendezvous_id, reason, relaxed)
         self.request_ids = tuple(request_ids)
-        self.bulk_bytes = sum(len(request_id) for request_id in self.request_ids)
 
     def write(self, operation: Operation, now_s: float) -> None:
         """See PendingOperation."""
@@ -225,5 +231,11 @@ def _write_await(operation: Operation, rendezvous_id: str, expected_children: in
 
 
 def _milliseconds(seconds: float) -> int:
-    milliseconds = int(seconds * 1000 + 0.5)
-    return milliseconds if 1 <= milliseconds < 2**32 else min(max(1, milliseconds), 2**32 - 1)
+    if 0.001 <= seconds <= _LONGEST_S:
+        return int(seconds * 1000 + 0.5)
+    return _LONGEST_MS if seconds > _LONGEST_S else 1
+
+
+def _sendable(reason: str) -> str:
+    """A reason that can be encoded and is no longer than the service keeps: the end itself matters more."""
+    return reason[:_MAX_REASON].encode(errors="replace").decode()

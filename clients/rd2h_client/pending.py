@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -13,11 +14,16 @@ import grpc
 from rd2h_client.errors import MetaError, MetaExhaustedError, MetaUnavailableError, QueueFullError, make_error
 from rd2h_client.v1.rendezvous_pb2 import ExchangeRequest, Operation, OperationResult
 
-MAX_BATCH_OPERATIONS = 2_000
-"""Operations in one message. Most stay below 1 KiB."""
+logger = logging.getLogger("rd2h.client")
 
-MAX_BATCH_BYTES = 2 * 1024 * 1024
+MAX_BATCH_OPERATIONS = 2_000
+"""Operations in one message."""
+
+MAX_BATCH_BYTES = 1024 * 1024
 """Size at which a message is closed; the service takes 4 MiB."""
+
+MAX_OPERATION_BYTES = 5 * 512 * 1024
+"""Size of one operation. The largest that the service takes, a report of 4,096 children, has 2.1 MiB."""
 
 NO_DEADLINE = float("inf")
 
@@ -28,7 +34,8 @@ _INVALID_ARGUMENT = 3
 """The number of that google.rpc.Code."""
 
 _SLACK = 1_024
-"""Ids and deadlines of operations that are over, tolerated before they are thrown out, beyond the number that wait."""
+"""Ids, delays and deadlines of operations that are over, tolerated before they are thrown out, beyond the number that
+wait."""
 
 Done = Callable[[MetaError | None], None]
 """Called once with the outcome of an operation: None when the service applied it."""
@@ -45,8 +52,6 @@ class PendingOperation(ABC):
 
     name: ClassVar[str]
     """As in Operation."""
-    bulk_bytes = 0
-    """Size of the parts that can be large; the rest stays below 1 KiB."""
 
     def __init__(self, deadline_s: float, relaxed: bool) -> None:
         """`relaxed`: nobody waits for the news that it was applied."""
@@ -69,6 +74,8 @@ class PendingOperations:
 
     def __init__(self, max_operations: int) -> None:
         self._max_operations = max_operations
+        self._max_sent = max(2 * max_operations, MAX_BATCH_OPERATIONS)
+        """Operations of a stream that the service has not counted, also those given up meanwhile. It counts at once."""
         self._waiting: dict[int, PendingOperation] = {}
         self._unsent: deque[int] = deque()
         self._sent: deque[int] = deque()
@@ -112,15 +119,15 @@ class PendingOperations:
     def drop(self, op_id: int) -> None:
         """Forget an operation without an outcome; its answer, if it comes, is ignored."""
         self._waiting.pop(op_id, None)
-        if len(self._unsent) > 2 * len(self._waiting) + _SLACK:
-            self._unsent = deque(op_id for op_id in self._unsent if op_id in self._waiting)
+        self._forget_old_ids()
 
     def take_batch(self, now_s: float) -> ExchangeRequest | None:
         """Return all that is to be sent now, up to the size of a message; None when there is nothing."""
         request = ExchangeRequest()
         add = request.operations.add
-        room, bulk_bytes, relaxed = MAX_BATCH_OPERATIONS, 0, True
-        while self._unsent and room and bulk_bytes < MAX_BATCH_BYTES:
+        room = min(MAX_BATCH_OPERATIONS, self._max_sent - len(self._sent))
+        size_bytes, relaxed = 0, True
+        while self._unsent and room > 0 and size_bytes < MAX_BATCH_BYTES:
             op_id = self._unsent.popleft()
             operation = self._waiting.get(op_id)
             if operation is None:
@@ -129,16 +136,19 @@ class PendingOperations:
             message.op_id = op_id
             try:
                 operation.write(message, now_s)
-            except (TypeError, ValueError) as error:
+                operation_bytes = message.ByteSize()
+                if operation_bytes > MAX_OPERATION_BYTES:
+                    raise ValueError(f"it has {operation_bytes} bytes, allowed are {MAX_OPERATION_BYTES}")
+            except (TypeError, ValueError, OverflowError) as error:
                 # Sent again it would break every stream; so it fails alone.
                 del request.operations[-1], self._waiting[op_id]
                 operation.answered(make_error(_INVALID_ARGUMENT, f"{operation.name}: cannot be sent: {error}"))
                 continue
             self._sent.append(op_id)
             relaxed = relaxed and operation.relaxed
-            bulk_bytes += operation.bulk_bytes
+            size_bytes += operation_bytes
             room -= 1
-        if room == MAX_BATCH_OPERATIONS:
+        if not size_bytes:
             return None
         request.relaxed = relaxed
         return request
@@ -191,8 +201,10 @@ class PendingOperations:
     def wake(self, now_s: float) -> None:
         """Send again what was delayed until now, and give up what has waited too long."""
         while self._delayed and self._delayed[0][0] <= now_s:
-            # Under a new id: the old one may still be counted as done.
-            delayed = self._waiting.pop(heapq.heappop(self._delayed)[1], None)
+            # Under a new id: the old one may still be counted as done, which then means nothing.
+            _, old_op_id = heapq.heappop(self._delayed)
+            self._refused.discard(old_op_id)
+            delayed = self._waiting.pop(old_op_id, None)
             if delayed is not None:
                 self.submit(delayed, again=True)
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -202,6 +214,7 @@ class PendingOperations:
                 operation.answered(MetaUnavailableError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
         while self._deadlines and self._deadlines[0][1] not in self._waiting:
             heapq.heappop(self._deadlines)
+        self._forget_old_ids()
 
     def fail_all(self, error: MetaError) -> None:
         """End everything that waits."""
@@ -210,7 +223,20 @@ class PendingOperations:
         self._delayed.clear()
         self._deadlines.clear()
         for operation in waiting.values():
-            operation.answered(error)
+            try:
+                operation.answered(error)
+            except Exception:  # a caller's callback; the others must be told all the same
+                logger.exception("%s: whoever waits for it could not be told that it has failed", operation.name)
+
+    def _forget_old_ids(self) -> None:
+        waiting = self._waiting
+        tolerated = 2 * len(waiting) + _SLACK
+        if len(self._unsent) > tolerated:
+            self._unsent = deque(op_id for op_id in self._unsent if op_id in waiting)
+        if len(self._delayed) > tolerated:
+            self._refused.difference_update([op_id for _, op_id in self._delayed if op_id not in waiting])
+            self._delayed = [entry for entry in self._delayed if entry[1] in waiting]
+            heapq.heapify(self._delayed)
 
     def _forget_old_deadlines(self) -> None:
         self._deadlines = [

@@ -39,15 +39,18 @@ class Outbox:
         self.closed = False
         """True when nothing more will be put in."""
 
+    def __len__(self) -> int:
+        return len(self._refusals) + len(self._events)
+
     def put_event(self, event: Event) -> None:
         """Queue an event."""
-        self._events.append(event)
-        self._take_room()
+        if self._take_room():
+            self._events.append(event)
 
     def put_refusal(self, refusal: OperationResult) -> None:
         """Queue a refusal."""
-        self._refusals.append(refusal)
-        self._take_room()
+        if self._take_room():
+            self._refusals.append(refusal)
 
     def note_done(self, operations_done: int, relaxed: bool) -> None:
         """So many operations of this stream have been applied or refused. `relaxed` news waits for others, but not
@@ -94,12 +97,17 @@ class Outbox:
             response.operations_done = self._operations_told = self._operations_done
         return response
 
-    def _take_room(self) -> None:
-        self._room -= 1
-        if self._room < 0:
-            self.overflowed = True
+    def _take_room(self) -> bool:
         if not self._news:
             self._tell()
+        self._room -= 1
+        if self._room >= 0:
+            return True
+        # The writer may be held up for as long as the connection lives: nothing may pile up meanwhile.
+        self.overflowed = True
+        self._refusals.clear()
+        self._events.clear()
+        return False
 
     def _tell(self) -> None:
         """Let `take` go on: there is something that must not wait."""

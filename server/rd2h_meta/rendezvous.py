@@ -93,14 +93,17 @@ class RendezvousTable:
             raise LimitError(f"{self._limits.max_live_children} children are live", self._limits.retry_after_s)
         if record is None:
             record = self._create(rendezvous_id, deadline_s)
-        record.live[request_id] = LiveChild(child, deadline_s, subscriber)
+        # Part of a message, it would keep the whole of that in memory: up to 4 MiB for each child.
+        kept = Child()
+        kept.CopyFrom(child)
+        record.live[request_id] = LiveChild(kept, deadline_s, subscriber)
         self._live_children += 1
         self.stats.advertised += 1
         self._extend_if_unawaited(record, deadline_s)
         if deadline_s < record.scheduled_s:
             self._look_at(rendezvous_id, record, deadline_s)
         if record.waiters:
-            self._tell(record.waiters, Advertised(rendezvous_id, child))
+            self._tell(record.waiters, Advertised(rendezvous_id, kept))
             self._tell_if_complete(rendezvous_id, record)
 
     def await_children(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from meta_harness import MetaProcess, engine, serving, until
-from rd2h_client import MetaClient
+from rd2h_client import MetaClient, MetaRefusedError
 from rd2h_client.v1 import rendezvous_pb2 as rv
 from rd2h_client.v1.engine_registry_pb2_grpc import EngineRegistryServicer
 from rd2h_client.v1.rendezvous_pb2_grpc import RendezvousServicer
@@ -99,3 +99,26 @@ async def test_a_cancelled_close_still_closes_the_stream(
         await closing
     assert client._channel is None
     assert not client.connected
+
+
+async def test_the_count_of_a_new_stream_says_nothing_of_the_one_before() -> None:
+    service = Stage(abrupt=False)
+    streams = 0
+
+    async def exchange(request_iterator: Any, context: Any) -> AsyncIterator[rv.ExchangeResponse]:
+        nonlocal streams
+        streams += 1
+        # An odd service: its first message counts already.
+        yield rv.ExchangeResponse(service_id="stage", operations_done=1 if streams > 1 else 0)
+        async for request in request_iterator:
+            service.operations += request.operations
+            if streams == 1:
+                return
+            refusals = [rv.OperationResult(op_id=op.op_id, code=3, message="bad") for op in request.operations]
+            yield rv.ExchangeResponse(results=refusals, operations_done=len(refusals))
+
+    service.Exchange = exchange  # type: ignore[method-assign]
+    async with serving(service) as target, MetaClient(target) as client:
+        with pytest.raises(MetaRefusedError):
+            await client.cancel("r", "left")
+    assert len(service.operations) == 2

@@ -121,3 +121,27 @@ async def test_an_outcome_of_a_newer_service_counts_as_the_worst() -> None:
     assert iterator.offer(ended("b", OUTCOME_ABORTED))
     *_, last = [event async for event in iterator]
     assert (last.closed.outcome, last.closed.reason) == (9, "something new")
+
+
+async def test_an_iterator_that_is_over_forgets_no_later_await_of_the_same_rendezvous() -> None:
+    forgotten: list[str] = []
+    loop = asyncio.get_running_loop()
+    over = ChildrenIterator("r", 1, forgotten.append, loop)
+    assert over.offer(ended("a"))
+    await over.aclose()
+    refused = ChildrenIterator("r", 1, forgotten.append, loop)
+    refused.fail(MetaRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "bad"))
+    await refused.aclose()
+    assert forgotten == []
+    early = ChildrenIterator("r", 1, forgotten.append, loop)
+    await early.aclose()
+    await early.aclose()
+    assert forgotten == ["r"]
+
+
+async def test_a_service_that_tells_of_ever_more_children_fills_no_memory() -> None:
+    iterator = make(expected=2)
+    for name in "abcd":  # as many again may come from another Decode after a restart of the service
+        iterator.offer(advertised(name))
+    with pytest.raises(ValueError, match="expected 2"):
+        iterator.offer(advertised("e"))

@@ -1,11 +1,13 @@
 """What a client says again, and when it stops."""
 
+import math
+
 import grpc
 import pytest
 from meta_builders import child
 from rd2h_client.errors import MetaError, MetaRefusedError, MetaUnavailableError, QueueFullError
 from rd2h_client.exchange_state import ExchangeState
-from rd2h_client.operations import Cancellation
+from rd2h_client.operations import Cancellation, FailureReport, Withdrawal
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_ABORTED,
     OUTCOME_EXPIRED,
@@ -47,7 +49,7 @@ class Bench:
     def answer_all(self, code: int = 0, message: str = "", outcome: int = 0, now_s: float = 0.0) -> None:
         ids = [entry.op_id for entry in self.sent()]
         results = [OperationResult(op_id=op_id, code=code, message=message, outcome=outcome) for op_id in ids]
-        answer = ExchangeResponse(operations_done=1_000)
+        answer = ExchangeResponse(operations_done=1_000_000)
         if code:
             answer.results.extend(results)
         self.state.receive(answer, now_s)
@@ -201,3 +203,45 @@ def test_a_callback_that_raises_costs_no_other_event() -> None:
     bench.state.receive(ExchangeResponse(events=[ended, closed("other")]), 0.0)
     assert bench.state.open_awaits == 0
     assert bench.state.open_adverts == 0
+
+
+def test_endless_lives_can_be_sent() -> None:
+    bench = Bench()
+    bench.state.await_children("w", 1, math.inf, Sink(), math.inf)
+    bench.advertise(expires_s=math.inf)
+    waiting, advert = bench.sent()
+    assert waiting.await_children.ttl_ms == advert.advertise.ttl_ms == 2**32 - 1
+
+
+def test_a_life_that_is_no_number_is_refused_at_once() -> None:
+    bench = Bench()
+    with pytest.raises(ValueError, match="ttl_s"):
+        bench.state.await_children("w", 1, math.nan, Sink(), math.nan)
+    with pytest.raises(ValueError, match="expires_s"):
+        bench.advertise(expires_s=math.nan)
+    assert bench.sent() == []
+    assert (bench.state.open_awaits, bench.state.open_adverts) == (0, 0)
+
+
+def test_refused_awaits_leave_no_deadlines_behind() -> None:
+    bench = Bench()
+    for number in range(5_000):
+        bench.state.await_children(f"r{number}", 1, 600.0, Sink(), 605.0)
+        bench.answer_all(3, "bad")
+    assert bench.state.open_awaits == 0
+    assert len(bench.state._await_deadlines) < 3_000
+
+
+def test_the_end_of_a_child_is_sent_whatever_its_reason_holds() -> None:
+    bench = Bench()
+    for operation in (
+        Withdrawal("r", "a", OUTCOME_FAILED, "no file \udcff" + "x" * 5_000_000),
+        Cancellation("r", "\ud800", OUTCOME_ABORTED),
+        FailureReport("r", "\ud800"),
+    ):
+        bench.state.end(operation, 0.0, 10.0, bench.outcomes.append)
+    withdrawn, cancelled, failed = bench.sent()
+    assert withdrawn.withdraw.reason.startswith("no file ?x")
+    assert len(withdrawn.withdraw.reason) < 5_000
+    assert cancelled.cancel.reason == failed.report_failure.reason == "?"
+    assert bench.outcomes == []

@@ -24,6 +24,11 @@ class Bench:
         batch = self.pending.take_batch(0.0)
         return [operation.op_id for operation in batch.operations] if batch else []
 
+    def kept_ids(self) -> int:
+        pending = self.pending
+        queues = (pending._unsent, pending._sent, pending._refused, pending._delayed, pending._deadlines)
+        return sum(len(queue) for queue in queues)
+
     def refuse(self, op_id: int, code: int, message: str = "", retry_after_ms: int = 0) -> None:
         result = OperationResult(op_id=op_id, code=code, message=message, retry_after_ms=retry_after_ms)
         self.pending.refused(result, 0.0)
@@ -49,7 +54,7 @@ def test_batches_are_bounded_in_number_and_size() -> None:
     while batch := bench.pending.take_batch(0.0):
         sizes.append(len(batch.operations))
         assert batch.ByteSize() < MAX_BATCH_BYTES + 600_000
-    assert sizes == [5, 5]
+    assert sizes == [3, 3, 3, 1]
 
 
 def test_results_end_operations_once() -> None:
@@ -88,7 +93,7 @@ def test_what_is_counted_as_done_is_what_was_sent_on_this_stream() -> None:
 
 def test_what_cannot_be_sent_fails_alone() -> None:
     bench = Bench()
-    bench.submit(operation=Cancellation("r", "\ud800", OUTCOME_ABORTED))
+    bench.submit(operation=Cancellation("\ud800", "left", OUTCOME_ABORTED))
     good = bench.submit()
     assert bench.sent() == [good]
     (error,) = bench.outcomes
@@ -200,3 +205,91 @@ def test_fail_all() -> None:
     assert bench.outcomes == [error] * 3
     assert bench.sent() == []
     assert bench.pending.next_wake_s() == NO_DEADLINE
+
+
+def test_what_expires_while_the_service_is_away_leaves_nothing_behind() -> None:
+    bench = Bench()
+    for number in range(20_000):
+        bench.submit(deadline_s=number + 1.0)
+        bench.pending.wake(number + 1.0)
+    assert len(bench.outcomes) == 20_000
+    assert bench.kept_ids() < 5_000
+
+
+def test_a_service_that_counts_nothing_is_not_sent_more_and_more() -> None:
+    bench = Bench(size=1_000)
+    for number in range(20):
+        for _ in range(1_000):
+            bench.submit(deadline_s=number + 1.0)
+        while bench.sent():
+            pass
+        bench.pending.wake(number + 1.0)
+    assert len(bench.outcomes) == 20_000
+    assert bench.kept_ids() < 10_000
+    op_id = bench.submit(deadline_s=100.0)
+    assert bench.sent() == []
+    bench.pending.done(1_000)
+    assert bench.sent() == [op_id]
+
+
+def test_ids_that_are_over_are_not_kept_for_as_long_as_the_service_says() -> None:
+    bench = Bench()
+    for number in range(20_000):
+        op_id = bench.submit(deadline_s=NO_DEADLINE)
+        bench.sent()
+        bench.refuse(op_id, 8, retry_after_ms=2**32 - 1)
+        bench.pending.done(number + 1)
+        bench.pending.drop(op_id)
+    assert len(bench.pending) == 0
+    assert bench.kept_ids() < 5_000
+
+
+def test_a_refusal_of_what_was_not_sent_is_forgotten_with_its_delay() -> None:
+    bench = Bench()
+    for number in range(5_000):
+        op_id = bench.submit(deadline_s=NO_DEADLINE)
+        bench.refuse(op_id, 8)
+        bench.pending.wake(1.0)
+        assert len(bench.sent()) == 1
+        bench.pending.done(number + 1)
+    assert len(bench.outcomes) == 5_000
+    assert bench.kept_ids() < 3_000
+
+
+def test_what_is_larger_than_a_message_fails_alone() -> None:
+    bench = Bench()
+    huge = "x" * (5 * 1024 * 1024)
+    bench.submit(operation=FailureReport("r", "x", [huge]))
+    bench.submit(operation=Cancellation(huge, "left", OUTCOME_ABORTED))
+    good = bench.submit()
+    assert bench.sent() == [good]
+    assert [error is not None and error.code for error in bench.outcomes] == [grpc.StatusCode.INVALID_ARGUMENT] * 2
+
+
+def test_batches_are_measured_in_bytes() -> None:
+    bench = Bench()
+    for _ in range(20):
+        bench.submit(operation=FailureReport("r", "x", ["\u6f22" * 170] * 1_000))
+    for _ in range(MAX_BATCH_OPERATIONS):
+        bench.submit(operation=Cancellation("\u6f22" * 1_000, "left", OUTCOME_ABORTED))
+    sent = 0
+    while batch := bench.pending.take_batch(0.0):
+        sent += len(batch.operations)
+        assert batch.ByteSize() < 4 * 1024 * 1024
+    assert sent == 20 + MAX_BATCH_OPERATIONS
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+
+    def raises(error: MetaError | None) -> None:
+        raise LookupError("a defect of the caller")
+
+    first = Cancellation("r", "left", OUTCOME_ABORTED)
+    bench.submit(operation=first)
+    first.done = raises
+    bench.submit()
+    bench.pending.fail_all(MetaUnavailableError(grpc.StatusCode.CANCELLED, "closed"))
+    assert len(bench.outcomes) == 1
+    assert len(bench.pending) == 0
+    assert "a defect of the caller" in caplog.text

@@ -114,3 +114,14 @@ async def test_news_that_is_no_news_ends_no_stream() -> None:
     assert not taking.done()
     outbox.put_event(event())
     assert (await taking) is not None
+
+
+async def test_nothing_piles_up_for_a_peer_that_does_not_read() -> None:
+    outbox = Outbox(3)
+    for number in range(50):
+        outbox.put_event(event(number))
+        outbox.put_refusal(OperationResult(op_id=number + 1, code=3))
+        assert len(outbox) <= 3
+    # The writer may be held up in the middle of a message for as long as the connection lives.
+    assert outbox.overflowed
+    assert await outbox.take() is None

@@ -2,7 +2,7 @@
 
 import pytest
 from meta_builders import DECODE, OTHER, PROXY, RendezvousBench, child
-from rd2h_client.v1.rendezvous_pb2 import OUTCOME_ABORTED, OUTCOME_DONE, OUTCOME_FAILED
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_ABORTED, OUTCOME_DONE, OUTCOME_FAILED, ExchangeRequest
 from rd2h_meta.errors import ConflictError, EndedError, PreconditionError
 from rd2h_meta.limits import RendezvousLimits
 from rd2h_meta.rendezvous import NOBODY
@@ -359,3 +359,16 @@ class TestStreamsThatEnd:
         bench.advertise("a", "b")
         bench.withdraw("a", OUTCOME_ABORTED, who=OTHER)
         assert bench.story(DECODE) == ["advertised a", "advertised b", "complete 2", "ended a ABORTED"]
+
+
+def test_a_child_does_not_hold_the_message_that_brought_it() -> None:
+    bench = RendezvousBench()
+    message = ExchangeRequest()
+    advert = message.operations.add().advertise
+    advert.child.CopyFrom(child("a"))
+    bench.table.advertise("r", advert.child, 0.0, DECODE, 0.0)
+    # A part of a message keeps the whole of it in memory: up to 4 MiB for each live child.
+    advert.child.host = "10.9.9.9"
+    bench.await_(1, children_only=True)
+    (told,) = bench.told[PROXY]
+    assert told.advertised == child("a")
