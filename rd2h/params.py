@@ -19,6 +19,9 @@ _REACHABLE_BY = ("remote_host", "remote_port", "remote_tp_size", "token", "gener
 _SUFFIX = re.compile(r"(?:-[0-9a-f]{8})?")
 _CHOICE = re.compile(r"(\d{1,6})_")
 _PROMPT = re.compile(r"-(\d{1,6})(?:-[0-9a-f]{8})?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_TOKEN = re.compile(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+_FINGERPRINT = re.compile(r"(?:[0-9a-f]{2}){0,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +172,11 @@ def _remote_decode(entry: object) -> RemoteDecode:
     token = entry.get("token")
     generation = entry.get("generation")
     if token is not None:
-        if not isinstance(token, str) or not re.fullmatch(rf"[0-9a-f]{{{2 * TOKEN_BYTES}}}", token):
+        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
             raise RequestError(f"token must be {2 * TOKEN_BYTES} hex digits")
         generation = _whole(entry, "generation", 1, (1 << 64) - 1)
     fingerprint = entry.get("layout_fingerprint") or ""
-    if not isinstance(fingerprint, str) or not re.fullmatch(r"(?:[0-9a-f]{2}){0,64}", fingerprint):
+    if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
         raise RequestError("layout_fingerprint must be hex digits")
     return RemoteDecode(
         _text(entry, "request_id", 512),
@@ -199,7 +202,7 @@ def _text(params: Mapping[str, Any], key: str, maximum: int) -> str:
 
 def _is_text(value: str, maximum: int) -> bool:
     """Whether a string has a fitting length and can be sent: JSON may carry half of a surrogate pair, UTF-8 cannot."""
-    return 0 < len(value) <= maximum and not any("\ud800" <= character <= "\udfff" for character in value)
+    return 0 < len(value) <= maximum and (value.isascii() or _SURROGATE.search(value) is None)
 
 
 def _whole(params: Mapping[str, Any], key: str, minimum: int, maximum: int, default: int | None = None) -> int:
