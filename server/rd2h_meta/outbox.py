@@ -26,7 +26,11 @@ class Outbox:
     def __init__(self, capacity: int) -> None:
         """`capacity` bounds refusals and events together; see `overflowed`."""
         self._loop = asyncio.get_running_loop()
-        self._room = capacity
+        self.room = capacity
+        """Entries that still fit in."""
+        self.crowded_room = capacity // 2
+        """Less room than this is for what others bring about: the peer's own operations wait, see `wait_for_room`."""
+        self._room_back = asyncio.Event()
         self._operations_done = 0
         self._operations_told = 0
         self._relaxed_timer: asyncio.TimerHandle | None = None
@@ -68,6 +72,12 @@ class Outbox:
         self.closed = True
         self._tell()
 
+    async def wait_for_room(self) -> None:
+        """Wait until the peer has read enough of what its own operations brought about."""
+        while self.room < self.crowded_room and not self.overflowed:
+            self._room_back.clear()
+            await self._room_back.wait()
+
     async def take(self) -> ExchangeResponse | None:
         """Wait for something to write and return it; None when closed and empty, or overflowed."""
         while True:
@@ -88,7 +98,8 @@ class Outbox:
         news_of_done = self._operations_done != self._operations_told and not self._refusals
         if not (refusals or events or news_of_done):
             return None
-        self._room += len(refusals) + len(events)
+        self.room += len(refusals) + len(events)
+        self._room_back.set()
         response = ExchangeResponse(results=refusals)
         add_event = response.events.add
         for event in events:
@@ -100,8 +111,8 @@ class Outbox:
     def _take_room(self) -> bool:
         if not self._news:
             self._tell()
-        self._room -= 1
-        if self._room >= 0:
+        self.room -= 1
+        if self.room >= 0:
             return True
         # The writer may be held up for as long as the connection lives: nothing may pile up meanwhile.
         self.overflowed = True

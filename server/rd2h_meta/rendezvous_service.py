@@ -180,7 +180,7 @@ class RendezvousService(RendezvousServicer):
         self, requests: AsyncIterator[pb.ExchangeRequest], subscriber: int, outbox: Outbox
     ) -> None:
         """Apply what a client sends, until it has no more to say; then let the stream end."""
-        done = 0
+        done, crowded_room = 0, outbox.crowded_room
         try:
             async for request in requests:
                 now_s = self._clock()
@@ -189,8 +189,9 @@ class RendezvousService(RendezvousServicer):
                         self._apply(operation, subscriber, now_s)
                     except MetaServiceError as error:
                         outbox.put_refusal(refusal_of(operation.op_id, error))
-                    if number % OPERATIONS_PER_TURN == 0:
+                    if number % OPERATIONS_PER_TURN == 0 or outbox.room < crowded_room:
                         await asyncio.sleep(0)
+                        await outbox.wait_for_room()
                         now_s = self._clock()
                 done += len(request.operations)
                 outbox.note_done(done, request.relaxed)

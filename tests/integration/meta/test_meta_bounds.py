@@ -1,12 +1,14 @@
 """The service at its bounds: messages as large as the limits allow, and faults of its own."""
 
+import asyncio
 import time
 
 import pytest
-from meta_harness import engine, until
+from meta_harness import child, engine, take, until
 from rd2h_client import MetaClient
 from rd2h_client.v1.engine_registry_pb2 import LayerLayout
 from rd2h_meta.config import MetaConfig
+from rd2h_meta.limits import ServerLimits
 from rd2h_meta.server import MetaServer
 
 ENGINES = 1_700
@@ -56,5 +58,24 @@ async def test_a_tick_that_breaks_is_seen_and_the_next_one_comes(
         server.registry.register(engine("short"), 1.0, time.monotonic())
         await until(lambda: server.registry.expired_total == 1)
         assert "nobody expected this" in caplog.text
+    finally:
+        await server.drain()
+
+
+async def test_a_client_that_awaits_at_once_more_than_its_queue_holds_hears_it_all() -> None:
+    limits = ServerLimits(outbox_entries=1_000)
+    server = MetaServer(MetaConfig(listen="127.0.0.1:0"), limits=limits)
+    await server.start()
+    table, now_s = server.rendezvous_service.table, time.monotonic()
+    for number in range(12):
+        for name in range(400):
+            table.advertise(f"r{number}", child(f"c{name}"), 600.0, 0, now_s)
+    try:
+        async with MetaClient(server.address) as client:
+            # One message: what it brings up would end the stream, whose successor would end in the same way.
+            awaits = [client.await_children(f"r{number}", 400, 600.0) for number in range(12)]
+            for told in await asyncio.gather(*(take(events, 401) for events in awaits)):
+                assert told[-1] == "complete 400"
+        assert server.rendezvous_service.overflowed_streams_total == 0
     finally:
         await server.drain()

@@ -125,3 +125,16 @@ async def test_nothing_piles_up_for_a_peer_that_does_not_read() -> None:
     # The writer may be held up in the middle of a message for as long as the connection lives.
     assert outbox.overflowed
     assert await outbox.take() is None
+
+
+async def test_the_peer_waits_for_room_until_it_has_read() -> None:
+    outbox = Outbox(4)
+    for number in range(3):
+        await outbox.wait_for_room()
+        outbox.put_event(event(number))
+    waiting = asyncio.create_task(outbox.wait_for_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await outbox.take() is not None
+    await asyncio.wait_for(waiting, 5.0)
+    assert not outbox.overflowed
