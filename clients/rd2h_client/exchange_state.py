@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import grpc
 
-from rd2h_client.errors import MetaError, MetaUnavailableError, QueueFullError, RendezvousEndedError
+from rd2h_client.errors import MetaError, MetaExhaustedError, MetaUnavailableError, QueueFullError, RendezvousEndedError
 from rd2h_client.operations import Advert, Await, AwaitSink, End, Withdrawal, ignore
-from rd2h_client.pending import NO_DEADLINE, Done, PendingOperations
+from rd2h_client.pending import Done, PendingOperations
 from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
@@ -208,10 +208,13 @@ class ExchangeState:
         if error is not None and self._adverts.get(advert.key) is advert:
             if done is not None:
                 del self._adverts[advert.key]
-            elif not isinstance(error, MetaUnavailableError):
+            elif isinstance(error, RendezvousEndedError):
+                self._end_here(advert, error.outcome, error.message)
+            elif not isinstance(error, MetaUnavailableError | MetaExhaustedError):
                 # It stood before, and was refused when it was said again.
-                outcome = error.outcome if isinstance(error, RendezvousEndedError) else OUTCOME_FAILED
-                self._end_here(advert, outcome, error.message)
+                self._end_here(advert, OUTCOME_FAILED, error.message)
+            elif error.code is not grpc.StatusCode.CANCELLED:  # by the end of this client, which ends no advert
+                self._end_here(advert, OUTCOME_EXPIRED, f"its time limit passed: {error.message}")
         else:
             error = None  # withdrawn meanwhile: how the advert fared no longer matters
         if done is not None:
@@ -221,7 +224,7 @@ class ExchangeState:
         if advert.expires_s <= now_s:
             self._end_here(advert, OUTCOME_EXPIRED, "its time limit passed while the meta service was away")
             return
-        advert.relaxed, advert.deadline_s = True, NO_DEADLINE
+        advert.relaxed, advert.deadline_s = True, advert.expires_s
         self.pending.submit(advert, again=True)
 
     def _receive_event(self, event: RendezvousEvent) -> None:

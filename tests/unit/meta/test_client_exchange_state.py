@@ -245,3 +245,29 @@ def test_the_end_of_a_child_is_sent_whatever_its_reason_holds() -> None:
     assert len(withdrawn.withdraw.reason) < 5_000
     assert cancelled.cancel.reason == failed.report_failure.reason == "?"
     assert bench.outcomes == []
+
+
+@pytest.mark.parametrize("refusal", ["full", "draining", "silence"])
+def test_an_advert_that_is_not_taken_again_ends_with_its_life(refusal: str) -> None:
+    bench = Bench()
+    bench.advertise(expires_s=100.0)
+    bench.answer_all()
+    bench.state.reconnected(40.0)
+    now_s = 40.0
+    while now_s < 101.0:
+        if refusal != "silence":
+            bench.answer_all(8 if refusal == "full" else 14, "not now", now_s=now_s)
+        now_s += 0.5
+        bench.state.wake(now_s)
+    ((rid, ended),) = bench.told
+    assert (rid, ended.request_id, ended.outcome) == ("r", "a", OUTCOME_EXPIRED)
+    assert (bench.state.open_adverts, len(bench.state.pending), bench.sent()) == (0, 0, [])
+
+
+def test_closing_the_client_ends_no_advert() -> None:
+    bench = Bench()
+    bench.advertise()
+    bench.answer_all()
+    bench.state.reconnected(1.0)
+    bench.state.fail_all(MetaUnavailableError(grpc.StatusCode.CANCELLED, "closed"))
+    assert bench.told == []  # it lives on at the service until its time limit
