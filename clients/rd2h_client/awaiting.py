@@ -12,7 +12,7 @@ from rd2h_client.v1.rendezvous_pb2 import (
     OUTCOME_DONE,
     OUTCOME_EXPIRED,
     OUTCOME_FAILED,
-    ChildEnded,
+    Outcome,
     RendezvousEvent,
 )
 
@@ -53,8 +53,9 @@ class ChildrenIterator:
         self._forget = forget
         self._loop = loop
         self._events: deque[RendezvousEvent] = deque()
-        self._children: dict[str, ChildEnded | None] = {}
-        """By request id: None while a child lives, then how it ended."""
+        self._children: dict[str, tuple[Outcome, str] | None] = {}
+        """By request id: None while a child lives, then how it ended. (The event is its taker's, and would keep the whole
+        message that brought it in memory.)"""
         self._ended = 0
         self._complete = False
         self._over = False
@@ -102,7 +103,7 @@ class ChildrenIterator:
             ended = event.child_ended
             if self._children.get(ended.request_id) is not None:
                 return False
-            self._children[ended.request_id] = ended
+            self._children[ended.request_id] = (ended.outcome, ended.reason)
             self._ended += 1
         elif kind == "complete":
             if self._complete:
@@ -137,11 +138,10 @@ class ChildrenIterator:
             self._events.append(event)
         if self._ended >= self._expected and not self._over:
             self._over = True
-            ends = self._children.values()
-            worst = max((ended for ended in ends if ended is not None), key=_severity)
+            outcome, reason = max((end for end in self._children.values() if end is not None), key=_severity)
             event = RendezvousEvent(rendezvous_id=self._rendezvous_id)
-            event.closed.outcome = worst.outcome
-            event.closed.reason = worst.reason
+            event.closed.outcome = outcome
+            event.closed.reason = reason
             self._events.append(event)
 
     def _wake(self) -> None:
@@ -149,5 +149,5 @@ class ChildrenIterator:
             self._waiter.set_result(None)
 
 
-def _severity(ended: ChildEnded) -> int:
-    return _SEVERITY.get(ended.outcome, len(_SEVERITY))
+def _severity(end: tuple[Outcome, str]) -> int:
+    return _SEVERITY.get(end[0], len(_SEVERITY))

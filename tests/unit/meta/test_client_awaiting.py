@@ -145,3 +145,14 @@ async def test_a_service_that_tells_of_ever_more_children_fills_no_memory() -> N
         iterator.offer(advertised(name))
     with pytest.raises(ValueError, match="expected 2"):
         iterator.offer(advertised("e"))
+
+
+async def test_what_a_caller_does_with_an_event_changes_no_conclusion() -> None:
+    iterator = make(expected=2)
+    iterator.offer(ended("a", OUTCOME_ABORTED, "left"))
+    event = await anext(iterator)
+    event.child_ended.outcome = OUTCOME_DONE
+    event.child_ended.reason = "mine"
+    assert iterator.offer(ended("b"))
+    *_, last = [event async for event in iterator]
+    assert (last.closed.outcome, last.closed.reason) == (OUTCOME_ABORTED, "left")
