@@ -112,6 +112,9 @@ class ExchangeStream:
     def _note_failure(self, error: grpc.aio.AioRpcError) -> None:
         level = logging.DEBUG if error.code() in RETRYABLE else logging.WARNING
         logger.log(level, "exchange stream ended: %s: %s", error.code().name, error.details())
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            # Perhaps one operation made the message too large. Sent again it would end every stream.
+            self._state.pending.measure_all()
         if error.code() in _FINAL:
             self._state.fail_all(from_rpc_error(error))
 

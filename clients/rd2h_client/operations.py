@@ -201,6 +201,7 @@ class FailureReport(End):
 
     __slots__ = ("request_ids",)
     name = "report_failure"
+    may_be_large = True
 
     def __init__(self, rendezvous_id: str, reason: str, request_ids: Iterable[str] = (), relaxed: bool = False) -> None:
         super().__init__(rendezvous_id, reason, relaxed)

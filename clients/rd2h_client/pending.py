@@ -52,6 +52,9 @@ class PendingOperation(ABC):
 
     name: ClassVar[str]
     """As in Operation."""
+    may_be_large: ClassVar[bool] = False
+    """Measured before it is sent. The others stay below 1 KiB, and measuring would cost as much as writing them: they are
+    measured once a stream has been ended for too large a message."""
 
     def __init__(self, deadline_s: float, relaxed: bool) -> None:
         """`relaxed`: nobody waits for the news that it was applied."""
@@ -87,6 +90,7 @@ class PendingOperations:
         self._delayed: list[tuple[float, int]] = []
         self._deadlines: list[tuple[float, int]] = []
         self._last_op_id = 0
+        self._measures_all = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -121,6 +125,10 @@ class PendingOperations:
         self._waiting.pop(op_id, None)
         self._forget_old_ids()
 
+    def measure_all(self) -> None:
+        """Measure every operation from now on: the service may have met a message that is too large for it."""
+        self._measures_all = True
+
     def take_batch(self, now_s: float) -> ExchangeRequest | None:
         """Return all that is to be sent now, up to the size of a message; None when there is nothing."""
         request = ExchangeRequest()
@@ -136,9 +144,8 @@ class PendingOperations:
             message.op_id = op_id
             try:
                 operation.write(message, now_s)
-                operation_bytes = message.ByteSize()
-                if operation_bytes > MAX_OPERATION_BYTES:
-                    raise ValueError(f"it has {operation_bytes} bytes, allowed are {MAX_OPERATION_BYTES}")
+                if operation.may_be_large or self._measures_all:
+                    size_bytes += _measured(message)
             except (TypeError, ValueError, OverflowError) as error:
                 # Sent again it would break every stream; so it fails alone.
                 del request.operations[-1], self._waiting[op_id]
@@ -146,9 +153,8 @@ class PendingOperations:
                 continue
             self._sent.append(op_id)
             relaxed = relaxed and operation.relaxed
-            size_bytes += operation_bytes
             room -= 1
-        if not size_bytes:
+        if not request.operations:
             return None
         request.relaxed = relaxed
         return request
@@ -245,3 +251,10 @@ class PendingOperations:
             if operation.deadline_s != NO_DEADLINE
         ]
         heapq.heapify(self._deadlines)
+
+
+def _measured(message: Operation) -> int:
+    size_bytes = message.ByteSize()
+    if size_bytes > MAX_OPERATION_BYTES:
+        raise ValueError(f"it has {size_bytes} bytes, allowed are {MAX_OPERATION_BYTES}")
+    return size_bytes

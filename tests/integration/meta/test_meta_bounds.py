@@ -5,8 +5,9 @@ import time
 
 import pytest
 from meta_harness import child, engine, take, until
-from rd2h_client import MetaClient
+from rd2h_client import MetaClient, MetaRefusedError
 from rd2h_client.v1.engine_registry_pb2 import LayerLayout
+from rd2h_client.v1.rendezvous_pb2 import OUTCOME_DONE
 from rd2h_meta.config import MetaConfig
 from rd2h_meta.limits import ServerLimits
 from rd2h_meta.server import MetaServer
@@ -77,5 +78,21 @@ async def test_a_client_that_awaits_at_once_more_than_its_queue_holds_hears_it_a
             for told in await asyncio.gather(*(take(events, 401) for events in awaits)):
                 assert told[-1] == "complete 400"
         assert server.rendezvous_service.overflowed_streams_total == 0
+    finally:
+        await server.drain()
+
+
+async def test_an_operation_larger_than_a_message_fails_and_the_others_are_served() -> None:
+    server = MetaServer(MetaConfig(listen="127.0.0.1:0"))
+    await server.start()
+    try:
+        async with MetaClient(server.address) as client:
+            events = client.await_children("r", 1, 60.0)
+            huge = asyncio.create_task(client.cancel("x" * (5 << 20), "left"))
+            await client.advertise("r", child("a"))
+            with pytest.raises(MetaRefusedError, match="cannot be sent"):
+                await huge
+            await client.withdraw("r", "a", OUTCOME_DONE)
+            assert await take(events, 4) == ["advertised a", "complete 1", "ended a DONE", "closed DONE"]
     finally:
         await server.drain()

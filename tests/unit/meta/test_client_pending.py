@@ -260,14 +260,18 @@ def test_what_is_larger_than_a_message_fails_alone() -> None:
     bench = Bench()
     huge = "x" * (5 * 1024 * 1024)
     bench.submit(operation=FailureReport("r", "x", [huge]))
-    bench.submit(operation=Cancellation(huge, "left", OUTCOME_ABORTED))
+    other = bench.submit(operation=Cancellation(huge, "left", OUTCOME_ABORTED))
     good = bench.submit()
+    assert bench.sent() == [other, good]
+    bench.pending.measure_all()  # the stream was ended for it
+    bench.pending.send_again(bench.pending.restart())
     assert bench.sent() == [good]
     assert [error is not None and error.code for error in bench.outcomes] == [grpc.StatusCode.INVALID_ARGUMENT] * 2
 
 
 def test_batches_are_measured_in_bytes() -> None:
     bench = Bench()
+    bench.pending.measure_all()
     for _ in range(20):
         bench.submit(operation=FailureReport("r", "x", ["\u6f22" * 170] * 1_000))
     for _ in range(MAX_BATCH_OPERATIONS):
