@@ -54,8 +54,8 @@ class ChildrenIterator:
         self._loop = loop
         self._events: deque[RendezvousEvent] = deque()
         self._children: dict[str, tuple[Outcome, str] | None] = {}
-        """By request id: None while a child lives, then how it ended. (The event is its taker's, and would keep the whole
-        message that brought it in memory.)"""
+        """By request id: None while a child lives, then how it ended. (The event belongs to its taker, and would keep
+        the whole message that brought it in memory.)"""
         self._ended = 0
         self._complete = False
         self._over = False

@@ -53,8 +53,8 @@ class PendingOperation(ABC):
     name: ClassVar[str]
     """As in Operation."""
     may_be_large: ClassVar[bool] = False
-    """Measured before it is sent. The others stay below 1 KiB, and measuring would cost as much as writing them: they are
-    measured once a stream has been ended for too large a message."""
+    """Measured before it is sent. The others stay below 1 KiB, and measuring would cost as much as writing them: that
+    is done once a stream has been ended for too large a message."""
 
     def __init__(self, deadline_s: float, relaxed: bool) -> None:
         """`relaxed`: nobody waits for the news that it was applied."""
