@@ -130,7 +130,8 @@ class SparseKVOffloadManager:
 
         ``topk`` int64[rows, topk] logical positions (negative: absent), ``request_keys`` uint64[rows] (0: padding),
         ``stable_prefix`` int64[rows], ``block_tables`` int32[rows, max_blocks]. Raises StateError for a position or
-        block out of range, TransferError when the copy failed; after an error nothing counts as resident.
+        block out of range, TransferError when the copy failed; after an error nothing counts as resident. ``topk``,
+        ``block_tables`` and the answer are not copied: they stay unchanged until the last ``reuse`` of the selection.
         """
         layer = self._layer(layer_name)
         self._meet()

@@ -5,6 +5,7 @@ it has taken over every one of them. Both share the residency table of the layer
 is handed out, and the caller tells by leaving the ``with`` block how that went.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from rd2h.errors import StateError
 from rd2h.offload.compiled import Kernel
 from rd2h.offload.residency import Geometry, Int32s, Int64s, Plan, Question, ResidencyTable, Workspace
+
+NOTHING = 0
+"""Number of no selection: the hot buffer holds nothing that counts."""
 
 
 @dataclass(slots=True)
@@ -23,10 +27,10 @@ class _Layer:
     question: Question | None = None
     plan: Plan | None = None
     """The latest selection of its own, once its rows have been copied."""
-    serial: int = 0
-    """Number of the latest selection: its own, or that of the layer it follows."""
-    follows: str | None = None
-    """Layer whose selections it holds; None: its own."""
+    holds: int = NOTHING
+    """Number of the selection, whoever chose it, that the hot buffer was brought to last."""
+    before: int = NOTHING
+    """What it held when ``plan`` was made: the plan's misses are what differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Selections:
         self._geometry, self._kernel = geometry, kernel
         self._workspace = Workspace(geometry)
         self._layers = {name: _Layer() for name in names}
+        # One count for all layers: a number never means the selections of two of them.
+        self._numbers = itertools.count(NOTHING + 1)
 
     @contextmanager
     def choose(self, name: str, question: Question) -> Iterator[Plan]:
@@ -54,12 +60,12 @@ class Selections:
         layer = self._layers[name]
         if layer.table is None:
             layer.table = ResidencyTable(self._geometry, self._workspace, self._kernel)
-        layer.question, layer.plan, layer.follows = question, None, None
-        layer.serial += 1
-        plan = layer.table.plan(question)
+        before, layer.holds = layer.holds, NOTHING
+        layer.question, layer.plan = question, None
         with _clear_on_error(layer.table):
+            plan = layer.table.plan(question)
             yield plan
-        layer.plan = plan
+        layer.plan, layer.before, layer.holds = plan, before, next(self._numbers)
 
     @contextmanager
     def take_over(self, name: str, source_name: str) -> Iterator[Takeover]:
@@ -67,21 +73,21 @@ class Selections:
         layer, source = self._layers[name], self._layers[source_name]
         if source.plan is None or source.table is None or source.question is None or layer is source:
             raise StateError(f"{name!r} cannot reuse the selection of {source_name!r}: there is none")
-        following = layer.follows == source_name or (layer.follows is None and layer.serial == 0)
+        held, layer.holds = layer.holds, NOTHING
         if layer.table is not None:
             layer.table.clear()
         plan = source.plan
-        if following and layer.serial == source.serial:
+        if held == source.holds:
             takeover = Takeover(plan.slots, plan.targets[:0], plan.sources[:0], False)
-        elif following and layer.serial == source.serial - 1:
+        elif held == source.before:
             takeover = Takeover(plan.slots, plan.targets, plan.sources, False)
         else:
             takeover = Takeover(plan.slots, *source.table.whole_selection(source.question, plan), True)
             source.table.clear()
-        layer.follows, layer.plan = source_name, None
+        layer.plan = None
         with _clear_on_error(source.table):
             yield takeover
-        layer.serial = source.serial
+        layer.holds = source.holds
 
 
 @contextmanager

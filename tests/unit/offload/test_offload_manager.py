@@ -201,6 +201,51 @@ def test_a_failed_copy_of_a_following_layer_is_made_good():
     manager.close()
 
 
+def test_what_a_layer_holds_is_not_taken_for_a_selection_of_the_same_rank(manager):
+    """A layer chooses as often as another has, takes over from that one in between: its followers notice."""
+    stored, rng = fill(manager), np.random.default_rng(8)
+    manager.gather(C, *selection(rng).arguments)
+    for _ in range(2):
+        manager.gather(A, *selection(rng).arguments)
+        manager.reuse(B, A)
+    manager.reuse(A, C)
+    chosen = selection(rng)
+    slots = manager.gather(A, *chosen.arguments)
+    check_hot(manager, A, chosen, slots, stored)
+    check_hot(manager, B, chosen, manager.reuse(B, A), stored)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_own_and_taken_selections_gives_the_rows_that_were_asked_for(seed):
+    copier, rng = FailingCopier(load_kernel()), np.random.default_rng(seed)
+    manager = make(copier=copier)
+    stored, tables, latest, failures = fill(manager), selection(rng).tables, {}, 0
+    for _ in range(400):
+        name, source = rng.choice(LAYERS, 2).tolist()
+        copier.fails = rng.random() < 0.1
+        chosen = selection(rng)
+        chosen.tables = tables
+        owner = latest.get(source) if source != name else None
+        try:
+            if owner is None:
+                latest.pop(name, None)
+                if rng.random() < 0.05:
+                    with pytest.raises(StateError):
+                        manager.gather(name, chosen.topk[:, 1:], *chosen.arguments[1:])
+                slots = manager.gather(name, *chosen.arguments)
+                latest[name] = chosen
+            else:
+                latest.pop(name, None)
+                chosen, slots = owner, manager.reuse(name, source)
+        except TransferError:
+            failures += 1
+            continue
+        check_hot(manager, name, chosen, slots, stored)
+    assert failures > 5
+    assert manager.stats()["resyncs"] > 20
+    manager.close()
+
+
 def test_positions_and_blocks_out_of_range_are_refused(manager):
     fill(manager)
     chosen = selection(np.random.default_rng(6))
