@@ -111,7 +111,9 @@ class Workspace:
             self.wanted = np.zeros(positions // 64 + 1, np.uint64)
 
     def for_numpy(self, rows: int, columns: int) -> Int32s:
-        """A zeroed table of at least ``columns`` for at least one and at most ``rows`` rows."""
+        """A zeroed table of at least ``columns`` for at least one and at most ``rows`` rows; it never gets narrower, as
+        residents of longer block tables are marked in it too."""
+        columns = max(columns, self.marks.shape[1])
         turn = max(1, min(rows, MAX_WORKSPACE_ENTRIES // columns))
         if self.marks.shape[0] < turn or self.marks.shape[1] < columns:
             self.marks = np.zeros((turn, columns), np.int32)

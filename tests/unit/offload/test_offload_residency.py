@@ -202,6 +202,43 @@ def test_pool_rows_beyond_32_bits(kernel):
     assert plan.sources.tolist() == [(2**31 - 2) * 4 + 3, (2**31 - 2) * 4]
 
 
+def test_residents_beyond_a_shorter_block_table_stay(kernel):
+    """Tables as long as the step needs: a row's residents may lie beyond what this step's table covers."""
+    table = ResidencyTable(GEOMETRY, kernel=kernel)
+    ask(table, [38, 1], prefix=40, blocks=range(10))
+    rows = np.array([[2, -1, -1, -1], [3, 0, -1, -1]])
+    plan = table.plan(Question(rows, np.array([7, 8], np.uint64), np.array([40, 4]), np.array([[5], [6]], np.int32)))
+    assert plan.slots.tolist() == [[2, -1, -1, -1], [0, 1, -1, -1]]
+    assert (plan.sources.tolist(), plan.targets.tolist()) == ([22, 27, 24], [2, 8, 9])
+    assert ask(table, [38, 1, 2], prefix=40, blocks=range(10))[0] == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_both_forms_agree_on_any_tables_prefixes_and_number_of_rows(seed):
+    compiled, rng = load_kernel(), np.random.default_rng(seed)
+    assert compiled is not None
+    tables = [ResidencyTable(GEOMETRY), ResidencyTable(GEOMETRY, kernel=compiled)]
+    for _ in range(50):
+        rows, blocks = rng.integers(0, GEOMETRY.rows + 1), rng.integers(0, 9)
+        topk = rng.integers(-3, blocks * 4 + 1, (rows, GEOMETRY.topk)) if blocks else np.full((rows, GEOMETRY.topk), -1)
+        question = Question(
+            np.asfortranarray(topk),
+            rng.integers(0, 3, rows).astype(np.uint64),
+            rng.integers(-2, 36, rows),
+            np.asfortranarray(rng.integers(0, GEOMETRY.num_blocks, (rows, blocks)).astype(np.int32)),
+        )
+        answers = []
+        for table in tables:
+            try:
+                plan = table.plan(question)
+            except StateError:
+                answers.append(None)
+                continue
+            lists = [values.tolist() for values in (plan.slots, plan.sources, plan.targets)]
+            answers.append((*lists, plan.hits, plan.evictions))
+        assert answers[0] == answers[1]
+
+
 def test_many_rows_are_planned_in_turns(monkeypatch):
     monkeypatch.setattr("rd2h.offload.residency.MAX_WORKSPACE_ENTRIES", 40)
     for seed in range(5):
