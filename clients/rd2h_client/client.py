@@ -72,6 +72,12 @@ class MetaClient:
         return self._stream is not None and self._stream.connected
 
     @property
+    def outage(self) -> str:
+        """Why the service does not answer on the Exchange stream, for operators; empty while it does, and while
+        nothing is known."""
+        return self._stream.outage if self._stream is not None else ""
+
+    @property
     def service_id(self) -> str:
         """Run of the service that answered last; empty before the first answer."""
         return self._state.service_id
@@ -110,7 +116,7 @@ class MetaClient:
         self._registry = EngineRegistryStub(self._channel)
         self._rendezvous = RendezvousStub(self._channel)
         self._stream = ExchangeStream(
-            self._rendezvous, self._metadata, self._state, self.options.retry, self._service_seen
+            self._rendezvous, self._metadata, self._state, self.options.retry, self.target.url, self._service_seen
         )
         self._stream_task = asyncio.create_task(self._stream.run())
 

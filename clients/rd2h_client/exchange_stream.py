@@ -1,4 +1,5 @@
-"""Drives the one Exchange stream of a client: connects, sends what is pending in one message, reconnects."""
+"""Drives the one Exchange stream of a client: connects, sends what is pending in one message, reconnects, and says in
+the log when the service is lost and when it is back."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import grpc
 
 from rd2h_client.channels import Metadata
-from rd2h_client.errors import RETRYABLE, from_rpc_error
+from rd2h_client.errors import from_rpc_error
 from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.options import RetryOptions
 
@@ -38,15 +39,17 @@ class ExchangeStream:
         metadata: Metadata,
         state: ExchangeState,
         retry: RetryOptions,
+        address: str,
         on_service: Callable[[bool], None],
     ) -> None:
-        """Made on the event loop. `on_service` is called when a stream is up, with True when it is another run of the
-        service than before."""
+        """Made on the event loop. `address` is the service's, for the log. `on_service` is called when a stream is up,
+        with True when it is another run of the service than before."""
         self.loop = asyncio.get_running_loop()
         self._stub = stub
         self._metadata = metadata
         self._state = state
         self._retry = retry
+        self._address = address
         self._on_service = on_service
         self._wake = asyncio.Event()
         self._kicked = False
@@ -54,6 +57,10 @@ class ExchangeStream:
         self._timer_due_s = float("inf")
         self.connected = False
         """True while the service answers."""
+        self.outage = ""
+        """Why the service does not answer; empty while it does, and before the first try to connect has failed."""
+        self._outage_code: grpc.StatusCode | None = None
+        self._outage_since_s = 0.0
 
     def kick(self) -> None:
         """Something may be ready to send. Whatever comes within one turn of the event loop is one kick."""
@@ -79,7 +86,8 @@ class ExchangeStream:
 
     async def _one_stream(self) -> None:
         """Run one stream to its end."""
-        call = self._stub.Exchange(metadata=self._metadata, wait_for_ready=True)
+        # The first try tells why it fails. From then on gRPC connects again by itself, and sooner than we would.
+        call = self._stub.Exchange(metadata=self._metadata, wait_for_ready=bool(self.outage))
         writer: asyncio.Task[None] | None = None
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
@@ -93,11 +101,14 @@ class ExchangeStream:
                     self._wake.set()
                     writer = asyncio.create_task(self._write(call))
                     self.connected = True
+                    self._outage_over()
                     self._on_service(self._state.service_id != before)
                 self._set_timer()
                 if not self._state.pending.nothing_to_send:
                     self._wake.set()
+            self._note_outage(grpc.StatusCode.OK, "the service has ended the stream")
         except grpc.aio.AioRpcError as error:
+            self._note_outage(error.code(), f"{error.code().name}: {error.details()}")
             self._note_failure(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -110,13 +121,26 @@ class ExchangeStream:
             call.cancel()
 
     def _note_failure(self, error: grpc.aio.AioRpcError) -> None:
-        level = logging.DEBUG if error.code() in RETRYABLE else logging.WARNING
-        logger.log(level, "exchange stream ended: %s: %s", error.code().name, error.details())
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             # Perhaps one operation made the message too large. Sent again it would end every stream.
             self._state.pending.measure_all()
         if error.code() in _FINAL:
             self._state.fail_all(from_rpc_error(error))
+
+    def _note_outage(self, code: grpc.StatusCode, reason: str) -> None:
+        """Say that the service is lost: once an outage, and again when it fails in another way (refuses us, say)."""
+        if not self.outage:
+            self._outage_since_s = time.monotonic()
+        self.outage = reason
+        level = logging.DEBUG if code is self._outage_code else logging.WARNING
+        self._outage_code = code
+        logger.log(level, "meta service %s is lost: %s", self._address, reason)
+
+    def _outage_over(self) -> None:
+        if self.outage:
+            away_s = time.monotonic() - self._outage_since_s
+            logger.info("meta service %s is back after %.1f s", self._address, away_s)
+            self.outage, self._outage_code = "", None
 
     async def _write(self, call: Any) -> None:
         """Send what is pending, one message at a time: what comes up during a write goes into the next one."""

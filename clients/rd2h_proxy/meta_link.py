@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol, runtime_checkable
 
+from rd2h_client.addresses import Target
 from rd2h_client.errors import ClientClosedError, MetaError, MetaUnavailableError, QueueFullError
 from rd2h_client.exchange_state import ExchangeState
 from rd2h_client.operations import AwaitCheck
 from rd2h_client.v1.rendezvous_pb2 import Outcome, RendezvousEvent
 
 from rd2h_proxy.errors import UnavailableError
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 # A service that is full is asked again for so long.
@@ -34,8 +38,16 @@ class RendezvousApi(Protocol):
     """The part of `rd2h_client.MetaClient` that requests use."""
 
     @property
+    def target(self) -> Target:
+        """Where the service listens."""
+
+    @property
     def connected(self) -> bool:
         """Whether the stream to the service is up."""
+
+    @property
+    def outage(self) -> str:
+        """Why it is not, as far as known."""
 
     def await_children(
         self, rendezvous_id: str, expected_children: int, ttl_s: float
@@ -67,6 +79,7 @@ class MetaLink:
         self.outage_limit_s = outage_limit_s
         self._back = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
+        self._outage_logged = False
 
     @property
     def connected(self) -> bool:
@@ -80,6 +93,7 @@ class MetaLink:
             UnavailableError: it did not come back within the outage limit.
         """
         if self.api.connected:
+            self._outage_logged = False
             return
         # One poller serves all waiters: thousands of requests may wait, each with a timer of its own otherwise.
         if self._poller is None or self._poller.done():
@@ -92,8 +106,14 @@ class MetaLink:
             raise self.unavailable() from None
 
     def unavailable(self) -> UnavailableError:
-        """The error for a request that the outage ends."""
-        return UnavailableError(f"the meta service did not answer within {self.outage_limit_s:g} s")
+        """The error for a request that the outage ends. Where the service is, and why it does not answer, is for the
+        log, where it stands once an outage."""
+        limit_s = self.outage_limit_s
+        if not self._outage_logged:
+            self._outage_logged = True
+            reason = self.api.outage or "no reason known"
+            log.error("clients get 503: meta service %s away for %g s: %s", self.api.target.url, limit_s, reason)
+        return UnavailableError(f"the meta service did not answer within {limit_s:g} s")
 
     async def is_awaited(self, rendezvous_id: str, expected_children: int, ttl_s: float) -> bool:
         """Whether the service has taken an await of this client; False when it does not say.
@@ -129,6 +149,9 @@ class MetaLink:
         """Why two engines do not fit, for an error message."""
         try:
             await self.api.check_compatibility(prefill_engine_id, decode_engine_id)
+        except MetaUnavailableError as error:
+            # Of no use to the client, and gRPC's words for a lost connection name the service's address.
+            log.warning("meta service %s did not say why engines do not fit: %s", self.api.target.url, error)
         except META_TROUBLE as error:
             return f"{prefill_engine_id} and {decode_engine_id}: {error}"
         return f"{prefill_engine_id} and {decode_engine_id}: their layouts differ"
@@ -136,6 +159,7 @@ class MetaLink:
     async def _poll(self) -> None:
         while not self.api.connected:
             await asyncio.sleep(_POLL_S)
+        self._outage_logged = False
         self._back.set()
 
     async def close(self) -> None:
