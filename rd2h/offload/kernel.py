@@ -50,7 +50,10 @@ def load_kernel() -> Kernel | None:
 def compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The C compiler's command: ``$CC``, or the first of cc, gcc, clang. Raises EngineError when there is none."""
     if environ.get("CC"):
-        return tuple(shlex.split(environ["CC"]))
+        try:
+            return tuple(shlex.split(environ["CC"]))
+        except ValueError as error:
+            raise EngineError(f"CC={environ['CC']!r} is no command: {error}") from error
     for name in ("cc", "gcc", "clang"):
         found = shutil.which(name)
         if found is not None:
@@ -59,11 +62,17 @@ def compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Folder of built kernels: ``$RD2H_CACHE``, else the user's cache folder."""
+    """Folder of built kernels: in ``$RD2H_CACHE``, else in the user's cache folder. Raises EngineError without a home.
+
+    A folder of its own, because it must be private, and the one above is shared with what else is cached.
+    """
     if environ.get("RD2H_CACHE"):
-        return Path(environ["RD2H_CACHE"])
-    home = environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "rd2h"
+        return Path(environ["RD2H_CACHE"]) / "kernel"
+    cache = environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "rd2h" / "kernel"
+    except RuntimeError as error:
+        raise EngineError(f"no folder for the kernel (RD2H_CACHE is not set): {error}") from error
 
 
 def build(folder: Path, command: tuple[str, ...]) -> Path:

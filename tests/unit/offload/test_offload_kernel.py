@@ -83,8 +83,35 @@ def test_code_that_others_could_have_written_is_not_loaded(tmp_path):
         build(tmp_path / "cache", compiler(os.environ))
 
 
+def test_a_cache_that_others_made_does_not_matter(tmp_path, monkeypatch):
+    """The demo keeps its model there too, and in a user's own group most machines let the group write."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o775)
+    monkeypatch.setenv(module.VARIABLE, "required")
+    assert load_kernel() is not None
+
+
+def test_without_a_home_numpy_does_it(monkeypatch, caplog):
+    """A container whose user has no entry and no HOME."""
+
+    def nobody(_):
+        raise KeyError("uid not found")
+
+    for name in ("RD2H_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert load_kernel() is None
+    assert "RD2H_CACHE" in caplog.text
+
+
+def test_a_compiler_that_cannot_be_parsed_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "gcc '-m64")
+    assert load_kernel() is None
+    assert 'CC="gcc \'-m64"' in caplog.text
+
+
 def test_where_kernels_are_kept(tmp_path):
-    assert cache_folder({"RD2H_CACHE": "/a"}).as_posix() == "/a"
-    assert cache_folder({"XDG_CACHE_HOME": "/b"}).as_posix() == "/b/rd2h"
-    assert cache_folder({}).name == "rd2h"
+    assert cache_folder({"RD2H_CACHE": "/a"}).as_posix() == "/a/kernel"
+    assert cache_folder({"XDG_CACHE_HOME": "/b"}).as_posix() == "/b/rd2h/kernel"
+    assert cache_folder({}).parent.name == "rd2h"
     assert compiler({"CC": "ccache gcc -m64"}) == ("ccache", "gcc", "-m64")
