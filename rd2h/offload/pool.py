@@ -173,21 +173,35 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     information = (root / "proc/meminfo").read_text(encoding="ascii")
     values = {name: text.split() for name, _, text in (line.partition(":") for line in information.splitlines())}
     available = int(values["MemAvailable"][0]) * 1024
-    for limit, usage in _control_group_files(root):
+    for limit, usage, evictable in _control_group_files(root):
         try:
             limit_text, usage_text = limit.read_text().strip(), usage.read_text().strip()
+            evictable_bytes = _statistic(limit.with_name("memory.stat"), evictable)
         except OSError:
             continue
         if limit_text.isdecimal() and usage_text.isdecimal():
-            available = min(available, max(0, int(limit_text) - int(usage_text)))
+            available = min(available, max(0, int(limit_text) - max(0, int(usage_text) - evictable_bytes)))
     return available
 
 
-def _control_group_files(root: Path) -> list[tuple[Path, Path]]:
-    """(limit, usage) files of this process's memory control groups, from its own up to the root; versions 2 and 1."""
-    names: Mapping[str, tuple[str, str]] = {
-        "": ("memory.max", "memory.current"),
-        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+def _statistic(path: Path, name: str) -> int:
+    """A number of a control group's statistics; 0 where they cannot be read or have none of this name."""
+    try:
+        values = dict(line.partition(" ")[::2] for line in path.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(values.get(name, 0))
+
+
+def _control_group_files(root: Path) -> list[tuple[Path, Path, str]]:
+    """Files of limit and usage of this process's memory control groups, from its own up to the root; versions 2 and 1.
+
+    With the name, among a group's statistics, of what its usage holds of files and gives up when memory is wanted: the
+    machine's own number counts that as available too, and after a model has been loaded it is most of the usage.
+    """
+    names: Mapping[str, tuple[str, str, str]] = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -203,7 +217,8 @@ def _control_group_files(root: Path) -> list[tuple[Path, Path]]:
             folder = root / "sys/fs/cgroup" / controller
             group = folder / path.lstrip("/")
             for place in (group, *group.parents):
-                files.append((place / names[controller][0], place / names[controller][1]))
+                limit, usage, evictable = names[controller]
+                files.append((place / limit, place / usage, evictable))
                 if place == folder:
                     break
     return files

@@ -109,6 +109,24 @@ def machine(tmp_path, cgroup, files):
             {"memory/c/memory.limit_in_bytes": f"{GIB}\n", "memory/c/memory.usage_in_bytes": "24\n"},
             GIB - 24,
         ),
+        (  # what the group has read from files, such as the model's weights, is given up as soon as memory is wanted
+            "0::/a\n",
+            {
+                "a/memory.max": f"{4 * GIB}\n",
+                "a/memory.current": f"{4 * GIB}\n",
+                "a/memory.stat": f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
+        (
+            "3:memory:/c\n",
+            {
+                "memory/c/memory.limit_in_bytes": f"{4 * GIB}\n",
+                "memory/c/memory.usage_in_bytes": f"{3 * GIB}\n",
+                "memory/c/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * GIB}\n",
+            },
+            3 * GIB,
+        ),
     ],
 )
 def test_control_groups_bound_the_memory(tmp_path, cgroup, files, expected):
