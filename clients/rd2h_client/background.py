@@ -77,7 +77,8 @@ class BackgroundMetaClient:
         self._main_task: Future[None] | None = None
         self._registration: Registration | None = None
         self.refused_total = 0
-        """Operations that the service refused for good, or that found no answer in time."""
+        """Withdrawals and failure reports that the service refused for good, that found no answer in time, or for which
+        there was no room. (Of an advert that fails, a notice tells.)"""
 
     @property
     def connected(self) -> bool:

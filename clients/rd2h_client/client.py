@@ -335,7 +335,7 @@ class MetaClient:
             return error.message
         return "it has just come up"
 
-    def _service_seen(self, restarted: bool) -> None:
+    def _service_seen(self) -> None:
         """The stream is up again: leases may be gone, so renew them without waiting for their turn."""
         self._up.set()
         for registration in self._registrations:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -158,5 +157,4 @@ async def watch_engines(
                 reading.cancel()
             call.cancel()
         failures += 1
-        ceiling_s = min(retry.max_backoff_s, retry.initial_backoff_s * 2 ** min(failures, 20))
-        await asyncio.sleep(ceiling_s * random.uniform(0.5, 1.0))
+        await asyncio.sleep(retry.delay_s(failures))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,10 +39,10 @@ class ExchangeStream:
         state: ExchangeState,
         retry: RetryOptions,
         address: str,
-        on_service: Callable[[bool], None],
+        on_service: Callable[[], None],
     ) -> None:
-        """Made on the event loop. `address` is the service's, for the log. `on_service` is called when a stream is up,
-        with True when it is another run of the service than before."""
+        """Made on the event loop. `address` is the service's, for the log. `on_service` is called when a stream is
+        up."""
         self.loop = asyncio.get_running_loop()
         self._stub = stub
         self._metadata = metadata
@@ -81,8 +80,7 @@ class ExchangeStream:
                 logger.exception("exchange stream broke; another one follows")
             lasted_s = time.monotonic() - begun_s
             failures = 0 if lasted_s > self._retry.max_backoff_s else failures + 1
-            ceiling_s = min(self._retry.max_backoff_s, self._retry.initial_backoff_s * 2 ** min(failures, 20))
-            await asyncio.sleep(ceiling_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(self._retry.delay_s(failures))
 
     async def _one_stream(self) -> None:
         """Run one stream to its end."""
@@ -91,7 +89,6 @@ class ExchangeStream:
         writer: asyncio.Task[None] | None = None
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
-                before = self._state.service_id
                 if writer is None:
                     # Only now is the service known to be there. What the message counts is of this stream.
                     self._state.reconnected(time.monotonic())
@@ -102,7 +99,7 @@ class ExchangeStream:
                     writer = asyncio.create_task(self._write(call))
                     self.connected = True
                     self._outage_over()
-                    self._on_service(self._state.service_id != before)
+                    self._on_service()
                 self._set_timer()
                 if not self._state.pending.nothing_to_send:
                     self._wake.set()

@@ -48,8 +48,9 @@ def batch_params(children: Sequence[Child]) -> KvTransferParams:
         ValueError: there is no child, or two have the same request id.
     """
     if not children:
-        raise ValueError("children: got none, expected at least one")
+        raise ValueError("children: got none, allowed: at least one")
     by_request_id = {child.request_id: child_to_params(child) for child in children}
     if len(by_request_id) != len(children):
-        raise ValueError(f"children: {len(children)} given but only {len(by_request_id)} different request ids")
+        got = f"{len(children)} with {len(by_request_id)} different request ids"
+        raise ValueError(f"children: got {got}, allowed: each request id once")
     return {**child_to_params(children[0]), BATCH_KEY: by_request_id}

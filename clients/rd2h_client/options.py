@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 
@@ -39,6 +40,11 @@ class RetryOptions:
     """Delay before the first retry or reconnect; doubled each time, with jitter."""
     max_backoff_s: float = 1.0
     """Longest delay."""
+
+    def delay_s(self, failures: int) -> float:
+        """Return the delay after so many failures in a row: doubled each time, with jitter against trying in step."""
+        ceiling_s = min(self.max_backoff_s, self.initial_backoff_s * float(2 ** min(failures, 20)))
+        return ceiling_s * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,7 @@ class Registration:
                 delay_s = self._renew_delay_s()
 
     def _backoff_s(self, failures: int, told_s: float | None = None) -> float:
-        retry = self._options.retry
-        backoff_s = min(retry.max_backoff_s, retry.initial_backoff_s * 2 ** min(failures, 20))
-        return (told_s or backoff_s) * random.uniform(0.5, 1.0)
+        return told_s * random.uniform(0.5, 1.0) if told_s else self._options.retry.delay_s(failures)
 
     def _renew_delay_s(self) -> float:
         # Jitter keeps many engines from renewing in step after a restart of the service.

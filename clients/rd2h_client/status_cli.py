@@ -90,7 +90,7 @@ def _show(client: SyncMetaClient, args: argparse.Namespace) -> int:
 def _check_times(args: argparse.Namespace) -> None:
     for flag, value_s in (("--interval-s", args.interval_s), ("--deadline-s", args.deadline_s)):
         if not 0 < value_s <= _LONGEST_S:  # nan is refused, too
-            raise OptionsError(f"{flag}: {value_s:g} given, allowed are seconds above 0 and up to {_LONGEST_S}")
+            raise OptionsError(f"{flag}: got {value_s:g}, allowed: seconds above 0 and up to {_LONGEST_S}")
 
 
 def _options(args: argparse.Namespace) -> ClientOptions:

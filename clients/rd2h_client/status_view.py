@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rd2h_client.addresses import join_host_port
 from rd2h_client.v1 import engine_registry_pb2 as er
 from rd2h_client.v1 import rendezvous_pb2 as rv
 
@@ -97,7 +98,6 @@ def _engine_table(listed: er.ListEnginesResponse) -> list[str]:
     for engine, lease in zip(listed.engines, listed.leases, strict=False):
         load = engine.load
         requests = (load.running_requests, load.waiting_requests, load.pulling_requests)
-        address = f"[{engine.host}]:{engine.base_port}" if ":" in engine.host else f"{engine.host}:{engine.base_port}"
         free = f"{load.free_kv_tokens / load.total_kv_tokens:.0%}" if load.total_kv_tokens else "-"
         rows.append(
             (
@@ -105,7 +105,7 @@ def _engine_table(listed: er.ListEnginesResponse) -> list[str]:
                 _role(engine),
                 _state(engine),
                 "ok" if _data_path_ok(engine) else f"BAD: {engine.health.reason}",
-                address if engine.base_port else "-",
+                join_host_port(engine.host, engine.base_port) if engine.base_port else "-",
                 str(engine.tp_size),
                 f"{engine.dp_rank}/{engine.dp_size}",
                 *(str(count) if engine.HasField("load") else "-" for count in requests),

@@ -21,7 +21,7 @@ from rd2h_proxy.pool import EnginePool, Filter, Lease, anything
 from rd2h_proxy.recompute_policy import tracks_tokens
 from rd2h_proxy.router import Router
 from rd2h_proxy.target import Target, pair_conflict
-from rd2h_proxy.whole import WholeAttempt
+from rd2h_proxy.whole_attempt import WholeAttempt
 
 
 @dataclass(slots=True)

@@ -29,9 +29,9 @@ def check_compatible(prefill: Engine, decode: Engine) -> None:
         raise IncompatibleError("tp_size", prefill.tp_size, decode.tp_size, rule)
     if prefill.layout.fingerprint and prefill.layout.fingerprint == decode.layout.fingerprint:
         return
-    for field, ours, theirs in _layout_fields(prefill.layout, decode.layout):
-        if ours != theirs:
-            raise IncompatibleError(field, ours, theirs)
+    for field, on_prefill, on_decode in _layout_fields(prefill.layout, decode.layout):
+        if on_prefill != on_decode:
+            raise IncompatibleError(field, on_prefill, on_decode)
     if prefill.layout.fingerprint and decode.layout.fingerprint:
         # All fields that we know are equal, so the difference lies in what only the engines' versions know.
         raise IncompatibleError("layout.fingerprint", prefill.layout.fingerprint.hex(), decode.layout.fingerprint.hex())
@@ -41,8 +41,8 @@ def _layout_fields(prefill: Layout, decode: Layout) -> Iterator[tuple[str, objec
     """Yield (field, Prefill's value, Decode's value), the most telling fields first."""
     for name in ("wire_version", "transfer_backend", "transfer_protocol", "model", "kv_dtype", "block_size_tokens"):
         yield f"layout.{name}", getattr(prefill, name), getattr(decode, name)
-    for index, (ours, theirs) in enumerate(zip(prefill.layers, decode.layers, strict=False)):
-        yield from _layer_fields(index, ours, theirs)
+    for index, layers in enumerate(zip(prefill.layers, decode.layers, strict=False)):
+        yield from _layer_fields(index, *layers)
     yield "layout.layers (number)", len(prefill.layers), len(decode.layers)
 
 

@@ -46,7 +46,7 @@ class MetricsSource:
             yield f'rd2h_meta_engines{{role="{role}",serving="{serving_text}"}} {count}'
         yield from _single("rd2h_meta_registry_revision", "counter", "Changes of the registry.", registry.revision)
         yield from _single("rd2h_meta_leases_expired_total", "counter", "Leases that ran out.", registry.expired_total)
-        yield from _single("rd2h_meta_watches", "gauge", "Open registry and health watches.", registry.watcher_count())
+        yield from _single("rd2h_meta_watches", "gauge", "Open registry and health watches.", registry.watcher_count)
         yield from _single("rd2h_meta_rendezvous_open", "gauge", "Rendezvous open now.", table.open_count)
         yield from _single(
             "rd2h_meta_rendezvous_remembered", "gauge", "Ended rendezvous remembered.", table.remembered_count

@@ -13,7 +13,6 @@ from rd2h_meta.rendezvous_events import Event
 MAX_ENTRIES_PER_MESSAGE = 2_000
 """Results and events in one message. An entry stays below 2 KiB, so a message stays below gRPC's usual 4 MiB."""
 
-
 RELAXED_DELAY_S = 0.02
 """How long the news that operations were applied waits when nobody waits for it. See ExchangeRequest.relaxed."""
 

@@ -18,9 +18,13 @@ def run_probe(args: argparse.Namespace) -> int:
     """Print the status; return 0 when it is SERVING, 1 when not or without an answer, 2 for wrong arguments."""
     try:
         target = parse_target(args.target)
-        authorities = Path(args.ca).read_bytes() if args.ca else None
-    except (AddressError, OSError) as error:
+    except AddressError as error:
         print(f"rd2h meta probe: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    try:
+        authorities = Path(args.ca).read_bytes() if args.ca else None
+    except OSError as error:
+        print(f"rd2h meta probe: --ca: got {args.ca!r}, which cannot be read: {error.strerror}", file=sys.stderr)
         return _EXIT_USAGE
     if target.secure or authorities:
         channel = grpc.secure_channel(target.authority, grpc.ssl_channel_credentials(authorities))

@@ -158,7 +158,7 @@ class EngineRegistry:
             updated.load.CopyFrom(load)
         if health is not None:
             updated.health.CopyFrom(health)
-            validation.check_health("health", updated.health)
+            validation.clean_health(updated.health)
         validation.check_engine_size(updated)
         self._renew(lease, now_s)
         if updated != lease.engine:
@@ -239,8 +239,9 @@ class EngineRegistry:
             raise RevisionGoneError("service_id: another run of the service; list again")
         return list(self._history.after(revision, role))
 
+    @property
     def watcher_count(self) -> int:
-        """Return the number of open watches, those of health included."""
+        """Open watches, those of health included."""
         return len(self._watchers) + len(self._observers)
 
     def health_of(self, engine_id: str) -> EngineHealth:

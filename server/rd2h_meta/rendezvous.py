@@ -16,8 +16,8 @@ from rd2h_meta import validation
 from rd2h_meta.errors import ConflictError, EndedError, InvalidFieldError, LimitError, MetaServiceError
 from rd2h_meta.expiry import ExpiryQueue
 from rd2h_meta.limits import RendezvousLimits
-from rd2h_meta.memory import RendezvousMemory
 from rd2h_meta.rendezvous_events import Advertised, ChildEnd, Closed, Complete, Ended, Event, outcome_name
+from rd2h_meta.rendezvous_memory import RendezvousMemory
 from rd2h_meta.rendezvous_record import NEVER_S, LiveChild, RendezvousRecord
 from rd2h_meta.rendezvous_stats import RendezvousStats
 

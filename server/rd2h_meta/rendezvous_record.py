@@ -33,7 +33,7 @@ class LiveChild:
     child: Child
     deadline_s: float
     advertiser: int
-    """Subscriber that advertised it last; 0 when its stream is gone."""
+    """Subscriber that advertised it last, perhaps by a stream that has ended meanwhile; 0 for a unary caller."""
 
 
 class RendezvousState(enum.Enum):

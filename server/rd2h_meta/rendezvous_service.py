@@ -20,7 +20,7 @@ from rd2h_meta.rendezvous import NOBODY, RendezvousTable
 from rd2h_meta.rendezvous_events import Event
 from rd2h_meta.status import abort, refusal_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rd2h.meta")
 
 OPERATIONS_PER_TURN = 48
 """Operations of one message applied before other streams, and what these operations brought about, get their turn.
@@ -68,7 +68,7 @@ class RendezvousService(RendezvousServicer):
         self, request_iterator: AsyncIterator[pb.ExchangeRequest], context: Context
     ) -> AsyncIterator[pb.ExchangeResponse]:
         """See rendezvous.proto."""
-        with self._subscribe(context) as (subscriber, outbox):
+        with self._subscribe() as (subscriber, outbox):
             if subscriber == NOBODY:
                 await abort(context, LimitError(f"{self._limits.max_streams} streams are open", 1.0))
             self._exchange_streams += 1
@@ -95,7 +95,7 @@ class RendezvousService(RendezvousServicer):
 
     async def Await(self, request: pb.AwaitRequest, context: Context) -> AsyncIterator[pb.AwaitResponse]:  # noqa: N802
         """See rendezvous.proto."""
-        with self._subscribe(context) as (subscriber, outbox):
+        with self._subscribe() as (subscriber, outbox):
             if subscriber == NOBODY:
                 await abort(context, LimitError(f"{self._limits.max_streams} streams are open", 1.0))
             try:
@@ -161,7 +161,7 @@ class RendezvousService(RendezvousServicer):
             outbox.put_event(event)
 
     @contextmanager
-    def _subscribe(self, context: Context) -> Iterator[tuple[int, Outbox]]:
+    def _subscribe(self) -> Iterator[tuple[int, Outbox]]:
         """Give a stream a subscriber number and an outbox; the number is NOBODY when there are too many streams."""
         outbox = Outbox(self._limits.outbox_entries)
         if len(self._outboxes) >= self._limits.max_streams:

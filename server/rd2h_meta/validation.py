@@ -80,7 +80,7 @@ def check_host_and_ports(prefix: str, host: str, base_port: int, tp_size: int) -
 
 
 def check_engine(engine: Engine, max_layers: int) -> None:
-    """Check an engine that registers.
+    """Check an engine that registers; the reason of its health is cleaned in place.
 
     Raises:
         InvalidFieldError: naming the field.
@@ -114,7 +114,7 @@ def check_engine(engine: Engine, max_layers: int) -> None:
     if engine.HasField("layout"):
         _check_layout(engine.layout, max_layers)
     if engine.HasField("health"):
-        check_health("engine.health", engine.health)
+        clean_health(engine.health)
 
 
 def check_engine_size(engine: Engine) -> None:
@@ -123,8 +123,8 @@ def check_engine_size(engine: Engine) -> None:
         raise InvalidFieldError("engine", f"{engine.ByteSize()} bytes", f"at most {MAX_ENGINE_BYTES} bytes")
 
 
-def check_health(field: str, health: DataPathHealth) -> None:
-    """Check a reported data-path health in place: its reason is cleaned."""
+def clean_health(health: DataPathHealth) -> None:
+    """Make the reason of a reported data-path health fit for logs and events, in place."""
     if health.reason:
         health.reason = clean_reason(health.reason)
 

@@ -48,5 +48,5 @@ def test_several_children() -> None:
 def test_no_child_and_a_child_twice_are_errors() -> None:
     with pytest.raises(ValueError, match="at least one"):
         batch_params([])
-    with pytest.raises(ValueError, match="2 given but only 1"):
+    with pytest.raises(ValueError, match="2 with 1 different"):
         batch_params([child("a"), child("a")])

@@ -188,7 +188,7 @@ class RegistryMachine(RuleBasedStateMachine):
         assert {name: lease.engine.generation for name, lease in leases.items()} == {
             name: generation for name, (generation, _, _) in self.live.items()
         }
-        assert self.registry.watcher_count() <= 1
+        assert self.registry.watcher_count <= 1
 
 
 TestRegistryMachine = RegistryMachine.TestCase

@@ -269,7 +269,7 @@ class TestWatch:
         registry.register(decode(), 0.0, 0.0)
         registry.unwatch(watcher)
         registry.register(decode("d1"), 0.0, 0.0)
-        assert (len(woken), registry.watcher_count()) == (1, 0)
+        assert (len(woken), registry.watcher_count) == (1, 0)
 
     def test_health_watches_take_no_places_of_registry_watches(self) -> None:
         registry = make(RegistryLimits(max_watchers=1, max_health_watches=2))
@@ -278,13 +278,13 @@ class TestWatch:
         with pytest.raises(LimitError):
             registry.observe(lambda: None)
         watch(registry)
-        assert registry.watcher_count() == 3
+        assert registry.watcher_count == 3
         registry.register(decode(), 0.0, 0.0)
         for observer in observers:
             registry.unobserve(observer)
             registry.unobserve(observer)
         registry.register(decode("d1"), 0.0, 0.0)
-        assert (len(woken), registry.watcher_count()) == (2, 1)
+        assert (len(woken), registry.watcher_count) == (2, 1)
 
     def test_a_report_that_makes_the_engine_too_large_is_refused_and_renews_nothing(self) -> None:
         registry = make()

@@ -19,7 +19,7 @@ def test_times_that_cannot_be_waited_are_one_line_errors(
     line = ["grpc://127.0.0.1:1", "--deadline-s", "0.1"] if flag == "--interval-s" else ["grpc://127.0.0.1:1"]
     assert status_cli.run(parser.parse_args([*line, f"{flag}={value}"])) == 2
     said = capsys.readouterr().err
-    assert said == f"rd2h status: {flag}: {float(value):g} given, allowed are seconds above 0 and up to 86400\n"
+    assert said == f"rd2h status: {flag}: got {float(value):g}, allowed: seconds above 0 and up to 86400\n"
 
 
 def test_usual_times_are_taken() -> None:
