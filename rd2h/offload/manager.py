@@ -62,12 +62,10 @@ class SparseKVOffloadManager:
             raise StateError("this process has a sparse offload manager already; close it first")
         if not layers or len({layer.name for layer in layers}) != len(layers):
             raise ConfigError(f"{len(layers)} offload layers, expected at least one and no name twice")
-        kernel, names = load_kernel(), [layer.name for layer in layers]
+        names = [layer.name for layer in layers]
         self.config, self.dtype, self.num_blocks, self.block_size = config, dtype, num_blocks, block_size
         self.max_rows, self.tp_rank, self.tp_size = max_rows, tp_rank, tp_size
         geometry = Geometry(max_rows, config.topk_buffer_size, index_topk, block_size, num_blocks)
-        self._selections = Selections(names, geometry, kernel)
-        self._copier = copier if copier is not None else HostCopier(kernel)
         self._barrier = barrier
         self._counters, self._taken = OffloadCounters(), OffloadCounters()
         self._closed = False
@@ -77,8 +75,14 @@ class SparseKVOffloadManager:
             [(layer.kv_lora_rank * block_bytes, layer.rope_dim * block_bytes) for layer in layers], num_blocks
         )
         check_dram(config, layout.num_bytes)
-        self._pool = allocator.allocate(layout.num_bytes)
-        self._meet()
+        try:
+            self._pool = allocator.allocate(layout.num_bytes)
+        finally:
+            # Also a rank that has failed: vLLM hears of it only when those before it have answered.
+            self._meet()
+        kernel = load_kernel()
+        self._selections = Selections(names, geometry, kernel)
+        self._copier = copier if copier is not None else HostCopier(kernel)
 
         self.offload_layer_names = names
         self.gvas_k_bases = [self._pool.base + span.k_offset for span in layout.spans]

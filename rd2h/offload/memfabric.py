@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rd2h.errors import ConfigError, EngineError, TransferError
+from rd2h.errors import EngineError, TransferError
 from rd2h.offload.copier import RowMemory, check_rows
 from rd2h.offload.pool import ALIGNMENT_BYTES, GIB, aligned, available_memory_bytes, check_machine
 
@@ -75,24 +75,23 @@ class MemfabricPoolAllocator:
         # Before initialize, in which the ranks wait for one another.
         self._check_together(reserve)
         code = offload.initialize(self._config(offload, reserve))
+        first, size = self.tp_rank == 0, num_bytes + ALIGNMENT_BYTES
+        pointer = int(offload.malloc(size)) if first and not code else 0
+        # Also of a rank that has failed: the others take part in this.
+        base = self.broadcast(aligned(pointer) if first else None)
         if code:
             raise EngineError(
                 f"memfabric offload.initialize failed, ret={code} (rank {self.tp_rank} of {self.tp_size}, device "
                 f"{self.device_id}, {reserve} bytes)"
             )
-        if self.tp_rank != 0:
-            base = self.broadcast(None)
-            if base == 0:
-                offload.uninitialize()
-                raise EngineError("rank 0 could not allocate the host pool")
-            return MemfabricPool(offload, base, num_bytes, None)
-        pointer = int(offload.malloc(num_bytes + ALIGNMENT_BYTES))
-        if pointer == 0:
-            self.broadcast(0)
+        if base == 0:
             offload.uninitialize()
-            raise EngineError(f"memfabric offload.malloc({num_bytes + ALIGNMENT_BYTES}) gave no memory")
-        base = self.broadcast(aligned(pointer))
-        return MemfabricPool(offload, base, num_bytes, pointer)
+            raise EngineError(
+                f"memfabric offload.malloc({size}) gave no memory"
+                if first
+                else "rank 0 could not allocate the host pool"
+            )
+        return MemfabricPool(offload, base, num_bytes, pointer if first else None)
 
     def _check_together(self, reserve: int) -> None:
         if self.tp_rank != 0:
@@ -102,7 +101,7 @@ class MemfabricPoolAllocator:
             return
         try:
             check_machine(reserve, self.available_bytes())
-        except ConfigError as error:
+        except Exception as error:
             self.broadcast(str(error))
             raise
         self.broadcast("")

@@ -81,7 +81,10 @@ class PoolMemory(Protocol):
 
 
 class PoolAllocator(Protocol):
-    """Makes the shared memory of a pool; every TP rank calls ``allocate`` once, with the same size."""
+    """Makes the shared memory of a pool; every TP rank calls ``allocate`` once, with the same size.
+
+    The ranks meet afterwards, also where it failed: so no rank may be left waiting inside for one that has failed.
+    """
 
     def allocate(self, num_bytes: int) -> PoolMemory:
         """Raises ConfigError when the machine has less, EngineError when it cannot be shared."""
@@ -127,7 +130,7 @@ class HostPoolAllocator:
     available_bytes: Callable[[], int] | None = None
 
     def allocate(self, num_bytes: int) -> HostPool:
-        """See ``PoolAllocator``. If one rank fails, all do."""
+        """See ``PoolAllocator``. If rank 0 fails, all do."""
         if self.tp_rank == 0:
             return self._create(num_bytes)
         offer = self.broadcast(None)
@@ -151,7 +154,7 @@ class HostPoolAllocator:
             except EngineError:
                 os.close(descriptor)
                 raise
-        except (ConfigError, EngineError) as error:
+        except Exception as error:  # whatever it was, the others wait for word
             self.broadcast(str(error))
             raise
         self.broadcast((os.getpid(), descriptor, file_identity(descriptor), mapping.address))

@@ -20,7 +20,7 @@ from offload_builders import (
     settings,
 )
 
-from rd2h.errors import ConfigError, StateError, TransferError
+from rd2h.errors import ConfigError, EngineError, StateError, TransferError
 from rd2h.offload.copier import HostCopier
 from rd2h.offload.kernel import load_kernel
 from rd2h.offload.manager import OffloadLayer, current_manager, get_sparse_kv_offload_manager
@@ -360,6 +360,32 @@ def test_layers_of_different_widths():
         assert torch.equal(hot_k[0, slots[0, :4].long()], k.flip(0))
         assert torch.equal(hot_v[0, slots[0, :4].long()], v.flip(0))
     manager.close()
+
+
+class RefusingAllocator:
+    def allocate(self, num_bytes):
+        raise EngineError(f"cannot share {num_bytes} bytes")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_a_pool_does_not_keep_the_others_waiting(rank):
+    """They meet when all have the pool; vLLM hears of a failed rank only when those before it have answered."""
+    met = []
+    with pytest.raises(EngineError, match="cannot share"):
+        make(tp_rank=rank, tp_size=2, allocator=RefusingAllocator(), barrier=lambda: met.append(rank))
+    assert met == [rank]
+
+
+def test_a_rank_without_a_kernel_does_not_keep_the_others_waiting(monkeypatch):
+    def refuse():
+        raise EngineError("the compiler took too long")
+
+    monkeypatch.setattr("rd2h.offload.manager.load_kernel", refuse)
+    met, shared = [], SharedPool()
+    with pytest.raises(EngineError, match="took too long"):
+        make(tp_rank=1, tp_size=2, allocator=shared, barrier=lambda: met.append(1))
+    assert met == [1]
+    shared.pool.close()
 
 
 def test_other_ranks_write_nothing_and_wait_before_they_read():

@@ -160,6 +160,21 @@ def test_results_are_checked():
         allocate(StandIn(), 1, lines)
 
 
+def test_a_rank_that_cannot_initialize_is_told_of_and_still_hears_rank_0():
+    lines = []
+    with pytest.raises(EngineError, match=r"ret=-7 \(rank 0 of 2"):
+        allocate(StandIn(code=-7), 0, lines)
+    told = len(lines)
+    with pytest.raises(EngineError, match="rank 0 could not allocate"):
+        allocate(StandIn(), 1, lines)
+    assert told == 2
+    lines.clear()
+    allocate(StandIn(), 0, lines).close()
+    with pytest.raises(EngineError, match=r"ret=-7 \(rank 1 of 2"):
+        allocate(StandIn(code=-7), 1, lines)
+    assert lines == []
+
+
 @pytest.fixture
 def memories():
     rng = np.random.default_rng(3)

@@ -220,6 +220,17 @@ def test_rank_0_tells_why_it_failed():
         HostPoolAllocator(1, 2, lines.receive).allocate(MIB)
 
 
+def test_rank_0_tells_of_whatever_went_wrong():
+    def unreadable():
+        raise OSError("cannot read /proc/meminfo")
+
+    lines = Lines()
+    with pytest.raises(OSError, match="meminfo"):
+        HostPoolAllocator(0, 2, lines.send, unreadable).allocate(MIB)
+    with pytest.raises(EngineError, match="rank 0 could not make the host pool: cannot read /proc/meminfo"):
+        HostPoolAllocator(1, 2, lines.receive).allocate(MIB)
+
+
 def follow(offer, num_bytes, connection):
     pool = HostPoolAllocator(1, 2, lambda _: offer).allocate(num_bytes)
     connection.send((pool.base, bytes(pool.array[:4])))
