@@ -30,7 +30,6 @@ from rd2h.errors import ConfigError
 from rd2h.groups import CacheGroups, infer_groups
 from rd2h.layout import CacheLayout, Contract, contract_layers, encode_layer_map
 from rd2h.load import LoadMeter
-from rd2h.offload.config import SparseOffloadConfig
 from rd2h.offload.destination import find_manager, offload_destination, offload_layout
 from rd2h.prefill.admission import AdmissionRules
 from rd2h.prefill.device import event_recorder
@@ -85,12 +84,11 @@ class EngineFacts:
         startup.check_pairing(config, producer, sizes.tp_size)
         startup.check_processors(config, sizes.tp_size)
         text_config = vllm_config.model_config.hf_text_config
-        startup.check_offload_side(
-            vllm_config.additional_config,
-            producer,
-            sparse_on_npu=config.transfer_backend == "memfabric" and hasattr(text_config, "index_topk"),
-            load_failure_policy=getattr(transfer, "kv_load_failure_policy", "fail"),
-        )
+        offload = startup.offload_enabled(vllm_config.additional_config)
+        sparse_on_npu = config.transfer_backend == "memfabric" and hasattr(text_config, "index_topk")
+        startup.check_offload_side(offload, producer, sparse_on_npu=sparse_on_npu)
+        policy = getattr(transfer, "kv_load_failure_policy", "fail")
+        startup.check_load_failures(policy, producer=producer, siblings=False, offload=offload)
         groups = kv_cache_config.kv_cache_groups
         return cls(
             config,
@@ -103,7 +101,7 @@ class EngineFacts:
             infer_groups([g.layer_names for g in groups], [g.kv_cache_spec.block_size for g in groups]),
             kv_cache_config.num_blocks,
             text_config.num_hidden_layers,
-            SparseOffloadConfig.read(vllm_config.additional_config).enabled,
+            offload,
         )
 
     def contract(self, layout: CacheLayout, dtype: str) -> Contract:
@@ -299,7 +297,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_load
         ),
     )
     stats = TransferStats()
-    failures: list[PrefillWorker] = []
+    made: list[PrefillWorker] = []  # worker and publisher know each other
     publisher = Publisher(
         memory,
         PublisherOptions(
@@ -310,7 +308,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_load
             config.cpus_of(rank),
         ),
         stats,
-        lambda refusals: failures[0].on_failure(refusals),
+        lambda refusals: made[0].on_failure(refusals),
     )
     worker = PrefillWorker(
         layout,
@@ -323,7 +321,7 @@ def prefill_worker(facts: EngineFacts, kv_caches: Mapping[str, Any], beside_load
         event_recorder(cache_device(kv_caches)),
         beside_loaders,
     )
-    failures.append(worker)
+    made.append(worker)
     publisher.start()
     return PrefillWorkerSide(worker, publisher, engine, stats, handshake)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 from rd2h_client import BackgroundMetaClient, ClientOptions, EngineStatus, QueueFullError, TlsOptions
+from rd2h_client.addresses import join_host_port
 from rd2h_client.v1 import engine_registry_pb2 as registry
 from rd2h_client.v1 import rendezvous_pb2 as rendezvous
 
@@ -201,8 +202,7 @@ class DataPathProbe:
         socket.setsockopt(zmq.SNDHWM, 16)
         socket.setsockopt(zmq.RCVHWM, 16)
         socket.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        socket.connect(f"tcp://{host}:{rank_port(self._identity.base_port, d_rank)}")
+        socket.connect(f"tcp://{join_host_port(self._host, rank_port(self._identity.base_port, d_rank))}")
         return socket
 
     def _answers(self, socket: "zmq.Socket[Any]") -> set[int]:

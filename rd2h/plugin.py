@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 MODULE = "rd2h.connector"
 COMPOSITE = early.COMPOSITE
-LOGGERS = ("rd2h", "rd2h_client")
+LOGGER = "rd2h"
+"""Above all loggers of ours in an engine: ``rd2h.client`` is one of them."""
 
 
 def register() -> None:
@@ -37,9 +38,7 @@ def register() -> None:
 
 def _log_like_vllm() -> None:
     """vLLM sets up its own loggers only: without this our information would be lost and our warnings have no form."""
-    theirs = logging.getLogger("vllm")
-    for name in LOGGERS:
-        ours = logging.getLogger(name)
-        if not ours.hasHandlers():
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(theirs.level)
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger(LOGGER)
+    if not ours.hasHandlers():
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)

@@ -100,11 +100,8 @@ def offload_enabled(additional_config: object) -> bool:
     return SparseOffloadConfig.read(additional_config if isinstance(additional_config, Mapping) else None).enabled
 
 
-def check_offload_side(
-    additional_config: Mapping[str, Any] | None, producer: bool, *, sparse_on_npu: bool, load_failure_policy: str
-) -> None:
+def check_offload_side(enabled: bool, producer: bool, *, sparse_on_npu: bool) -> None:
     """Sparse offload belongs on Decode alone, and a sparse model over MemFabric (``sparse_on_npu``) needs it there."""
-    enabled = offload_enabled(additional_config)
     if producer and enabled:
         raise ConfigError.bad_value(
             OFFLOAD_ENABLED, True, "no sparse_kv_offload_config on Prefill (kv_role kv_producer)"
@@ -113,4 +110,3 @@ def check_offload_side(
         raise ConfigError.bad_value(
             OFFLOAD_ENABLED, False, "true on Decode (kv_role kv_consumer) for a sparse-attention model"
         )
-    check_load_failures(load_failure_policy, producer=producer, siblings=False, offload=enabled)

@@ -13,7 +13,7 @@ def contributor_of(peer: PeerInfo | None, address: str, options: PullerOptions, 
     """
     if peer is None:
         if address not in options.legacy_hosts:
-            raise RequestError("legacy Prefills are not accepted from this host (see legacy_hosts)")
+            raise RequestError("legacy Prefills are not accepted from this host (see legacy_prefill_hosts)")
         return None
     if peer.version < 1:
         raise RequestError(f"wire version {peer.version} is not supported")

@@ -119,7 +119,7 @@ class Puller:
         return finished
 
     def counts(self) -> tuple[int, int, int]:
-        """(children being pulled, messages parked, reads in flight)."""
+        """(children being pulled, connections parked, reads in flight)."""
         return self._book.counts()
 
     def _submit(self, connections: Sequence[Connection]) -> None:

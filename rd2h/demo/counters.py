@@ -51,17 +51,13 @@ class Counters:
         return sum(values)
 
     def total_so_far(self, name: str, **labels: str) -> float:
-        """Like `total`, but 0 when there are none: a counter may appear only once it has counted."""
+        """Like `total`, but 0 when there are none: a labelled counter appears only once it has counted."""
         return sum(self._values(name, labels))
 
     def _values(self, name: str, labels: dict[str, str]) -> list[float]:
         return [
             sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
         ]
-
-    def counted(self, name: str) -> float:
-        """Sum over the samples of that name; 0 while there are none, as before a labelled counter's first event."""
-        return sum(sample.value for sample in self._samples if sample.name == name)
 
     def labelled(self, name: str) -> list[dict[str, str]]:
         """Labels of every sample of that name."""

@@ -21,7 +21,6 @@ from rd2h.reference.weights import SparseShape, sparse_model_dir
 CHUNK_TOKENS = 256
 BUFFER_FACTOR = 4
 MAX_SEQS = 16
-FLOAT_BYTES = 4
 
 Printer = Callable[[str], None]
 
@@ -43,7 +42,7 @@ class OffloadCounters:
         page = Counters.read(url)
 
         def total(name: str) -> int:
-            return int(page.counted(f"rd2h_offload_{name}_total"))
+            return int(page.total_so_far(f"rd2h_offload_{name}_total"))
 
         return cls(
             hits=total("hits"),

@@ -110,7 +110,7 @@ class Endpoint:
             self.last_heard_s = now_s
 
     def lost(self, reason: str) -> None:
-        """The connection is gone; what was sent stays gated until ``silent_until``."""
+        """The connection is gone; what was sent stays gated until ``give_up_at_s``."""
         if self.state is not EndpointState.LOST:
             self.state, self.reason = EndpointState.LOST, reason
 

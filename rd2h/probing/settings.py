@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from rd2h.engines import EngineOptions, HostOptions, MemfabricOptions, MemfabricProtocol
 from rd2h.errors import ConfigError
+from rd2h.topology import MAX_PORT
 
 MIB = 1 << 20
+MAX_TIMEOUT_S = 86_400
 PROBE_BACKENDS = ("host", "memfabric")
 
 
@@ -39,14 +41,10 @@ class ProbeSettings:
             raise ConfigError.bad_value("--block-kib", self.block_bytes / 1024, f"up to {self.size_bytes / 1024:g}")
         if not 1 <= self.iterations <= 10_000:
             raise ConfigError.bad_value("--iterations", self.iterations, "1..10000")
-        if not self.timeout_s > 0:
-            raise ConfigError.bad_value("--timeout-s", self.timeout_s, "a number greater than 0")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError.bad_value("--timeout-s", self.timeout_s, f"seconds above 0 and up to {MAX_TIMEOUT_S}")
         if self.memory == "npu" and self.backend == "host":
             raise ConfigError.bad_value("--memory", self.memory, "cpu for the host engine")
-        host, colon, port = self.endpoint.rpartition(":")
-        if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-            raise ConfigError.bad_value("endpoint", self.endpoint, "host:port, IPv6 literals in brackets")
-
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError.bad_value("--seed", self.seed, "0..2^63-1")
 
@@ -75,7 +73,7 @@ class ProbeSettings:
         size_bytes = _bytes("--size-mib" if is_prefill else "--max-mib", args.size_mib, MIB)
         return cls(
             backend=args.backend,
-            endpoint=args.listen if is_prefill else args.connect,
+            endpoint=_endpoint("--listen", args.listen) if is_prefill else _endpoint("--connect", args.connect),
             size_bytes=size_bytes,
             block_bytes=min(_bytes("--block-kib", args.block_kib, 1024), size_bytes),
             iterations=args.iterations,
@@ -89,8 +87,14 @@ class ProbeSettings:
         )
 
 
+def _endpoint(key: str, text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
+        raise ConfigError.bad_value(key, text, "host:port, IPv6 literals in brackets")
+    return text
+
+
 def _bytes(key: str, value: float, unit: int) -> int:
-    count = int(value * unit)
-    if not 1 <= count <= 1 << 40:
+    if not 1 <= value * unit <= 1 << 40:  # nor is nan
         raise ConfigError.bad_value(key, value, f"a size from 1 byte to {(1 << 40) / unit:g}")
-    return count
+    return int(value * unit)

@@ -79,7 +79,7 @@ class OffloadCount:
     def read(cls, engine: ConnectedEngine) -> "OffloadCount":
         page = Counters.read(engine.url)
         names = ("hits", "misses", "evictions", "rows_appended")
-        return cls(*(page.counted(f"rd2h_offload_{name}_total") for name in names))
+        return cls(*(page.total_so_far(f"rd2h_offload_{name}_total") for name in names))
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda factor: f"buffer={factor}xtopk")

@@ -168,11 +168,14 @@ def test_waits_are_bounded(prefill):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--connect", "nonsense"], "endpoint='nonsense' is not allowed"),
-        (["--connect", "h:70000"], "endpoint='h:70000' is not allowed"),
+        (["--connect", "nonsense"], "--connect='nonsense' is not allowed"),
+        (["--connect", "h:70000"], "--connect='h:70000' is not allowed"),
         (["--connect", "h:1", "--protocol", "tcp"], "--protocol='tcp' is not allowed; expected one of 'sdma'"),
         (["--connect", "h:1", "--iterations", "0"], "--iterations=0 is not allowed"),
         (["--connect", "h:1", "--max-mib", "0"], "--max-mib=0.0 is not allowed"),
+        (["--connect", "h:1", "--max-mib", "nan"], "--max-mib=nan is not allowed"),
+        (["--connect", "h:1", "--max-mib", "inf"], "--max-mib=inf is not allowed"),
+        (["--connect", "h:1", "--timeout-s", "inf"], "--timeout-s=inf is not allowed"),
         (["--connect", "h:1", "--memory", "npu"], "--memory='npu' is not allowed"),
         (["--connect", "h:1", "--seed", "-1"], "--seed=-1 is not allowed"),
     ],

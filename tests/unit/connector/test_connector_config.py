@@ -311,9 +311,9 @@ def offload(enabled: object) -> dict[str, Any]:
 
 
 def check_side(additional: Any, producer: bool, sparse_on_npu: bool = False, load_failure_policy: str = "fail") -> None:
-    startup.check_offload_side(
-        additional, producer, sparse_on_npu=sparse_on_npu, load_failure_policy=load_failure_policy
-    )
+    enabled = startup.offload_enabled(additional)
+    startup.check_offload_side(enabled, producer, sparse_on_npu=sparse_on_npu)
+    startup.check_load_failures(load_failure_policy, producer=producer, siblings=False, offload=enabled)
 
 
 def test_sparse_offload_on_the_wrong_side() -> None:
