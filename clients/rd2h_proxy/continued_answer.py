@@ -15,7 +15,7 @@ from rd2h_proxy.derender import derender_choice, missing_deltas
 from rd2h_proxy.dispatcher import Dispatcher, Running
 from rd2h_proxy.failure import engine_failure
 from rd2h_proxy.journal import RequestRecord
-from rd2h_proxy.openai_request import Api, JsonObject
+from rd2h_proxy.openai_request import Api
 from rd2h_proxy.recompute_policy import RECOMPUTED, cannot_continue
 from rd2h_proxy.sse import SseOverflowError, SseReader, event_data
 from rd2h_proxy.stream_shape import StreamShape
@@ -234,8 +234,5 @@ class ContinuedStream:
 
 def needs_parser(running: Running, choice: Choice) -> bool:
     """Whether the engine's parsers have to see the whole text of a choice."""
-    body: JsonObject = running.request.body
-    if running.request.api is Api.COMPLETION:
-        return False
-    tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return tools or choice.parsed
+    request = running.request
+    return request.api is Api.CHAT and (request.may_call_tools or choice.parsed)

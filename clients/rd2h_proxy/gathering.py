@@ -51,11 +51,6 @@ class Gathering:
         return len(self._places)
 
     @property
-    def settled(self) -> bool:
-        """Whether nothing is left to send."""
-        return self.accounted and not self._waiting
-
-    @property
     def all_ended(self) -> bool:
         """Whether each child has ended by itself, told one by one."""
         return len(self._ended) >= self.expected

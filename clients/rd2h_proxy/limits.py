@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class RecomputeMode(Enum):
-    """Setting of the proxy."""
+    """Whether requests that Decode gives back are continued; the values of `--recompute`."""
 
     AUTO = "auto"
     """For Decode engines that may be of the kind that gives requests back."""

@@ -48,8 +48,6 @@ class Membership:
         self._known: dict[str, Engine] = {}
         self._places: dict[str, _Place] = {}
         self._learned: dict[str, str] = {}
-        self.synced = False
-        """Whether the first snapshot has come."""
 
     async def run(self, watcher: EngineWatcher) -> None:
         """Follows the registry until cancelled."""
@@ -67,7 +65,6 @@ class Membership:
             present = {event.engine.engine_id for event in batch.events}
             for engine_id in [engine_id for engine_id in self._known if engine_id not in present]:
                 self._removed(self._known[engine_id], EngineEvent.REASON_EXPIRED)
-            self.synced = True
         for event in batch.events:
             if event.kind == EngineEvent.KIND_REMOVED:
                 self._removed(event.engine, event.reason)

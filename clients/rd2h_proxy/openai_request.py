@@ -23,6 +23,7 @@ _MEDIA_PART_TOKENS = 1000
 
 _QUOTED = reprlib.Repr()
 _QUOTED.maxstring = _QUOTED.maxlong = _QUOTED.maxother = 60
+_QUOTED.maxlevel, _QUOTED.maxlist, _QUOTED.maxdict = 1, 4, 2
 # Keys of the parts of a chat message, as vLLM knows them.
 _TEXT_KEYS = ("text", "thinking", "refusal")
 _MEDIA_KEYS = frozenset(
@@ -65,6 +66,11 @@ class OpenAiRequest:
     def expected_children(self) -> int:
         """Decode requests that this request expands into."""
         return self.prompts * self.n
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the answer may hold tool calls, which a parser of the engine takes apart."""
+        return bool(self.body.get("tools")) and self.body.get("tool_choice") != "none"
 
     def prompt_tokens(self, bytes_per_token: float) -> int:
         """Estimated tokens of all prompts together, at least 1 each."""
@@ -151,20 +157,24 @@ def _completion_sizes(body: JsonObject) -> tuple[list[int], bool]:
     if prompt is None and body.get("prompt_embeds") is not None:
         return [1], True
     if not isinstance(prompt, list) or not prompt:
-        raise RequestRefusedError("prompt: a text, a list of token ids, or a non-empty list of either is expected")
+        raise RequestRefusedError(
+            f"prompt: {_quoted(prompt)} given, a text, a list of token ids, or a non-empty list of either is expected"
+        )
     if all(isinstance(item, int) for item in prompt):
         return [len(prompt)], True
     if all(isinstance(item, str) for item in prompt):
         return [_text_bytes(item) for item in prompt], False
     if all(isinstance(item, list) for item in prompt):
         return [len(item) for item in prompt], True
-    raise RequestRefusedError("prompt: a list must hold only texts, only token ids, or only lists of token ids")
+    raise RequestRefusedError(
+        f"prompt: {_quoted(prompt)} given, a list must hold only texts, only token ids, or only lists of token ids"
+    )
 
 
 def _chat_sizes(body: JsonObject) -> tuple[list[int], bool]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise RequestRefusedError("messages: a non-empty list is expected")
+        raise RequestRefusedError(f"messages: {_quoted(messages)} given, a non-empty list is expected")
     total = sum(_message_bytes(message) for message in messages)
     tools = body.get("tools")
     if tools is not None:

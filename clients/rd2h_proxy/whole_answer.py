@@ -94,6 +94,7 @@ class _Finisher:
         return len(state.generated_ids) - before
 
     def _parsed(self, choice: JsonObject) -> bool:
-        body, message = self._request.body, choice.get("message") or {}
-        tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-        return tools or any(message.get(key) for key in ("reasoning", "reasoning_content", "tool_calls"))
+        message = choice.get("message") or {}
+        return self._request.may_call_tools or any(
+            message.get(key) for key in ("reasoning", "reasoning_content", "tool_calls")
+        )

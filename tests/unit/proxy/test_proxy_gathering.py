@@ -22,7 +22,7 @@ def test_all_children_make_one_wave_at_once() -> None:
     gathering.advertised(child(0), 10.1)
     assert gathering.due_at() == 0.0
     assert ids(gathering.take_wave()) == ["0_r-0", "0_r-1"]
-    assert gathering.settled
+    assert gathering.accounted
     assert gathering.due_at() is None
 
 
@@ -30,7 +30,7 @@ def test_silence_sends_what_is_there_and_the_rest_later() -> None:
     gathering = Gathering(prompts=3, n=1, window_s=0.2)
     gathering.advertised(child(2), 1.0)
     assert ids(gathering.take_wave()) == ["0_r-2"]
-    assert not gathering.settled
+    assert not gathering.accounted
     gathering.advertised(child(0), 5.0)
     gathering.advertised(child(1), 5.0)
     assert gathering.due_at() == 0.0

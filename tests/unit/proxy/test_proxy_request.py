@@ -1,6 +1,7 @@
 """What the proxy understands of OpenAI bodies, and the bodies of the two legs."""
 
 import json
+import re
 
 import pytest
 from rd2h_client.v1.rendezvous_pb2 import Child
@@ -69,12 +70,28 @@ def test_unusable_bodies_are_refused_with_400(raw: bytes) -> None:
         b'{"prompt": "a", "stream": ' + b"[" * 900 + b"]" * 900 + b"}",
         b'{"prompt": "a", "n": {"x": "' + b"A" * 1_000_000 + b'"}}',
         b'{"prompt": ["a", "b"], "n": ' + b"9" * 4300 + b"}",
+        json.dumps({"prompt": [*(["x" * 1000] * 1000), 1]}).encode(),
+        json.dumps({"prompt": {f"{number}" + "x" * 1000: "y" * 1000 for number in range(1000)}}).encode(),
+        json.dumps({"prompt": [[[["x" * 1000] * 10] * 10] * 10, "x"]}).encode(),
     ],
 )
 def test_a_refusal_does_not_give_a_large_value_back(raw: bytes) -> None:
     with pytest.raises(RequestRefusedError) as caught:
         parse_request(Api.COMPLETION, raw, 100)
     assert len(caught.value.answer.body) < 500
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "message"),
+    [
+        (Api.COMPLETION, {"prompt": 5}, "prompt: 5 given, a text, a list of token ids"),
+        (Api.COMPLETION, {"prompt": ["a", 5]}, "prompt: ['a', 5] given, a list must hold only texts"),
+        (Api.CHAT, {"messages": "hello"}, "messages: 'hello' given, a non-empty list is expected"),
+    ],
+)
+def test_a_refusal_names_the_value(api: Api, body: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestRefusedError, match=f"^{re.escape(message)}"):
+        parse_request(api, json.dumps(body).encode(), 100)
 
 
 @pytest.mark.parametrize(
