@@ -102,6 +102,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._load = LoadMeter(self._facts.groups.block_size_tokens, len(kv_cache_config.kv_cache_groups))
         self._told_contacting = False
         self._beside_loaders = False
+        self._asked = ("", 0)
+        """The request that vLLM asked about last, and the tokens that it has here."""
         self._prefill_scheduler: assembly.PrefillSchedulerSide | None = None
         self._decode_scheduler: assembly.DecodeSchedulerSide | None = None
         self._prefill_worker: assembly.PrefillWorkerSide | None = None
@@ -153,6 +155,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Decode: the rest of the prompt comes asynchronously. Prefill: None leaves a request in vLLM's queue."""
+        self._asked = (request.request_id, num_computed_tokens)
         if self._prefill_scheduler is not None and _asks_for(request, "do_remote_decode"):
             ready = self._prefill_scheduler.half.ready(request.request_id, _params(request))
             return 0 if ready else None, False
@@ -162,8 +165,12 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return remaining, remaining > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Prefill: note whom the request feeds. Decode: advertise it."""
+        """Prefill: note whom the request feeds, and what another connector loads for it. Decode: advertise it."""
         if self._producer:
+            if num_external_tokens > 0:
+                asked, computed = self._asked
+                first = computed if asked == request.request_id else 0
+                self._prefill().half.loads(blocks.get_block_ids(), first, num_external_tokens)
             if _asks_for(request, "do_remote_decode"):
                 self._prefill().half.track(request.request_id, _params(request), request.num_prompt_tokens)
         elif _asks_for(request, "do_remote_prefill") and num_external_tokens > 0:

@@ -73,6 +73,8 @@ class PrefillScheduler:
         self._timeline = timeline or Timeline("P", None)
         self._has_indexer = any(indexer for _, _, indexer, _ in contract.layers)
         self._tables = BlockTables()
+        self._loading: tuple[set[int], set[int]] = set(), set()
+        """Main and indexer blocks that a connector beside ours will load into."""
         self._requests: dict[str, Published] = {}
         self._failures: list[ChildFailure] = []
         self._ended: OrderedDict[RemoteDecode, str] = OrderedDict()
@@ -114,11 +116,19 @@ class PrefillScheduler:
         # Remembered even without children: whoever was refused now has been told.
         self._requests[request_id] = Published(tuple(kept), remote.rendezvous_id, prompt_tokens)
 
+    def loads(self, block_ids: Sequence[Sequence[int]], first_token: int, tokens: int) -> None:
+        """A connector beside ours loads these tokens of a request, from the next step on: that overwrites their blocks
+        as computing them would, and the request itself is scheduled with them, or only when they are there."""
+        block_size = self._groups.block_size_tokens
+        loaded = slice(first_token // block_size, -(-(first_token + tokens) // block_size))
+        for writes, ids in zip(self._loading, self._groups.ids(block_ids), strict=True):
+            writes.update(ids[loaded])
+
     def step(self, scheduled: Sequence[ScheduledRequest], finished: Sequence[str]) -> PrefillStep:
         """Metadata of one engine step."""
         self._tables.forget(finished)
-        main_writes: set[int] = set()
-        indexer_writes: set[int] = set()
+        main_writes, indexer_writes = self._loading
+        self._loading = set(), set()
         publications: list[Publication] = []
         block_size = self._groups.block_size_tokens
         for request in scheduled:

@@ -309,6 +309,52 @@ def test_scheduler_half_sees_all_blocks_whoever_loads(
     assert seen == [(([1, 2, 3],), tokens)]
 
 
+@ORDERS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_waits_for_readers_of_the_blocks_that_a_store_loads_into(
+    order: str,
+    asynchronous: bool,
+    make: Made,
+    engine_config: Callable[..., Any],
+    cache_config: Callable[..., Any],
+) -> None:
+    """vLLM gives blocks that a Decode still reads to a request whose KV a store beside us loads."""
+    harness = make("ours", "DecliningStore", order)
+    half: Any = KVConnectorFactory.create_connector(
+        engine_config(prefill("DecliningStore", order)), KVConnectorRole.SCHEDULER, cache_config(layers=LAYERS)
+    )
+    half.set_xfer_handshake_metadata({0: harness.composite.get_handshake_metadata()})
+    store = next(m for m in half.sub_connectors if isinstance(m, DecliningStore))
+    with ScriptedDecode() as decode:
+        harness.begin(decode)
+        harness.ours.on_kv_cache_written(NAMES[0])
+        wait_until(lambda: decode.held == [0], "layer 0 is told")
+        store.matched = (16, asynchronous)
+        request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_prompt_tokens=40)
+        half.get_num_new_matched_tokens(request, 16)
+        half.update_state_after_alloc(request, Blocks([7, 2, 5]), 16)
+        new = SimpleNamespace(
+            req_id="r", num_computed_tokens=32, block_ids=([7, 2, 5],), prompt_token_ids=[0] * 40, prompt_embeds=None
+        )
+        step = SimpleNamespace(
+            scheduled_new_reqs=[] if asynchronous else [new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set()),
+            num_scheduled_tokens={} if asynchronous else {"r": 8},
+            finished_req_ids=set(),
+        )
+        metadata, begun = half.build_connector_meta(step), threading.Event()
+
+        def begin() -> None:
+            harness.composite.bind_connector_metadata(metadata)
+            begun.set()
+
+        threading.Thread(target=begin, daemon=True).start()
+        assert not begun.wait(0.3)
+        decode.release_all()
+        assert begun.wait(10)
+    half.shutdown()
+
+
 def test_what_a_composite_reads_of_each_role(
     engine_config: Callable[..., Any], cache_config: Callable[..., Any]
 ) -> None:

@@ -170,6 +170,23 @@ def test_writes_are_the_blocks_of_the_tokens_computed_now() -> None:
     assert step.writes.main == {main[4]}
 
 
+@pytest.mark.parametrize(
+    ("first", "tokens", "loaded"), [(0, 32, slice(0, 2)), (16, 48, slice(1, 4)), (16, 20, slice(1, 3))]
+)
+def test_what_a_connector_beside_ours_loads_is_overwritten_too(first: int, tokens: int, loaded: slice) -> None:
+    half = prefill_half()
+    main, indexer = blocks(7)
+    half.loads((main, indexer), first, tokens)
+    step = half.step([scheduled("a", first + tokens, 3, (main, indexer), fresh=True)], [])
+    computed = set(main[(first + tokens) // BLOCK : -(-(first + tokens + 3) // BLOCK)])
+    assert step.writes.main == {*main[loaded], *computed}
+    assert step.writes.indexer >= set(indexer[loaded])
+    # Once, in the step in which the load begins; an asynchronous one begins with no request scheduled.
+    assert half.step([], []).writes.main == set()
+    half.loads((main, indexer), first, tokens)
+    assert half.step([], []).writes.main == set(main[loaded])
+
+
 def test_same_id_again_in_the_step_after_the_first_ended() -> None:
     """With vLLM's random suffix off an id may come back while its end is still being told."""
     half = prefill_half()
