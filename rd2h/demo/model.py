@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,12 +229,17 @@ def model_dir(shape: ModelShape | None = None, cache_dir: Path | None = None) ->
     facts = json.dumps({"recipe": RECIPE, **dataclasses.asdict(shape)}, sort_keys=True)
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
     folder = (cache_dir or default_cache_dir()) / "models" / f"tiny-mla-{digest}"
+    return made_once(folder, lambda scratch: _write(scratch, shape))
+
+
+def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Returns `folder`, filled by `write` on the first call. Safe against concurrent makers of the same files."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
-        _write(scratch, shape)
+        write(scratch)
         scratch.chmod(0o755)
         try:
             scratch.rename(folder)

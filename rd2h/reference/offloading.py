@@ -41,11 +41,6 @@ def settings_of(vllm_config: VllmConfig, *, model_runner_v2: bool = False) -> Sp
     return config
 
 
-def offloads(vllm_config: VllmConfig) -> bool:
-    """Whether main KV lives in a host pool."""
-    return SparseOffloadConfig.read(_section(vllm_config)).enabled
-
-
 def _section(vllm_config: VllmConfig) -> Mapping[str, Any]:
     additional = vllm_config.additional_config
     return additional if isinstance(additional, Mapping) else {}

@@ -4,14 +4,13 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rd2h.demo.model import BOS_ID, EOS_ID, PRINTABLE, ModelShape, default_cache_dir, model_dir
+from rd2h.demo.model import BOS_ID, EOS_ID, PRINTABLE, ModelShape, default_cache_dir, made_once, model_dir
 from rd2h.errors import ConfigError
 from rd2h.reference.config import ARCHITECTURE, MODEL_TYPE
 
@@ -158,23 +157,7 @@ def sparse_model_dir(shape: SparseShape | None = None, cache_dir: Path | None = 
     cache_dir = cache_dir or default_cache_dir()
     facts = json.dumps({"recipe": RECIPE, **dataclasses.asdict(shape)}, sort_keys=True)
     folder = cache_dir / "models" / f"tiny-dsa-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder
-    tokenizer = model_dir(ModelShape(), cache_dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    try:
-        _write(scratch, shape, tokenizer)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            # Another process was faster; its files are the same.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+    return made_once(folder, lambda scratch: _write(scratch, shape, model_dir(ModelShape(), cache_dir)))
 
 
 def _write(folder: Path, shape: SparseShape, tokenizer: Path) -> None:
