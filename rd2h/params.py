@@ -132,7 +132,8 @@ def parse_remote_decodes(params: Mapping[str, Any]) -> RemoteDecodes:
     if batch is None:
         entries = [("", params)]
     elif not isinstance(batch, dict) or not 0 < len(batch) <= MAX_CHILDREN:
-        broken = [BrokenChild("", f"{BATCH_KEY} must be a map of 1..{MAX_CHILDREN} children", None)]
+        got = f"{len(batch)} children" if isinstance(batch, dict) else type(batch).__name__
+        broken = [BrokenChild("", f"{BATCH_KEY} must be a map of 1..{MAX_CHILDREN} children, got {got}", None)]
     else:
         entries = list(batch.items())
     for name, entry in entries:
@@ -165,7 +166,7 @@ def _broken_child(name: object, entry: object, reason: str) -> BrokenChild:
 
 def _remote_decode(entry: object) -> RemoteDecode:
     if not isinstance(entry, Mapping):
-        raise RequestError("a child's parameters must be a map")
+        raise RequestError(f"a child's parameters must be a map, got {type(entry).__name__}")
     for key in ("remote_pcp_size", "remote_dcp_size"):
         if _whole(entry, key, 1, 1 << 16, default=1) != 1:
             raise RequestError(f"{key}={entry[key]!r} is not supported, expected 1")
@@ -177,7 +178,7 @@ def _remote_decode(entry: object) -> RemoteDecode:
         generation = _whole(entry, "generation", 1, (1 << 64) - 1)
     fingerprint = entry.get("layout_fingerprint") or ""
     if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
-        raise RequestError("layout_fingerprint must be hex digits")
+        raise RequestError(f"layout_fingerprint must be hex digits, two a byte, got {fingerprint!r:.80}")
     return RemoteDecode(
         _text(entry, "request_id", 512),
         _text(entry, "remote_engine_id", 256),
