@@ -25,6 +25,7 @@ PURE_MODULES = (
     "rd2h.ledger",
     "rd2h.gates",
     "rd2h.children",
+    "rd2h.lease",
     "rd2h.offload.residency",
     "rd2h.offload.selections",
     "rd2h.offload.config",

@@ -13,7 +13,7 @@ from rd2h_meta.config import ENVIRONMENT_PREFIX, ConfigError, MetaConfig, load_c
 
 _HELP = {
     "listen": "host:port to serve on; port 0 picks a free one",
-    "insecure_listen": "allow a non-loopback address without TLS and client authentication",
+    "insecure_listen": "allow a non-loopback address without TLS or without client authentication",
     "tls_cert": "PEM file with the server's certificate chain",
     "tls_key": "PEM file with the server's private key",
     "tls_client_ca": "PEM file with the authorities of client certificates (mutual TLS)",
