@@ -87,7 +87,6 @@ class ReadyHead(NamedTuple):
     generation: int | None
     seq: int | None
     done_tokens: tuple[bytes, ...]
-    has_tp_fields: bool
 
 
 @dataclass(frozen=True, slots=True)

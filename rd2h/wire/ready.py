@@ -80,7 +80,7 @@ class ReadySplitter:
             return None
         if type(seq) is not int or seq < 0:
             return None
-        return ReadyHead(layer[0], layer[1], requests, (), *self._tail, seq, (), True)
+        return ReadyHead(layer[0], layer[1], requests, (), *self._tail, seq, ())
 
     def _split_anew(self, payload: bytes) -> ReadyHead:
         count, values, begin, end = _positions(payload)
@@ -163,5 +163,4 @@ def _validated(count: int, values: list[Any], requests: bytes) -> ReadyHead:
         generation,
         seq,
         tokens,
-        has_tp,
     )

@@ -118,9 +118,8 @@ def test_ready(
     extension = None if generation_and_seq is None else (*generation_and_seq, done_tokens)
     head = decode_from_prefill(encode_ready(layer, name, raw, done_ids, member, ratio, extension))
     generation, seq = generation_and_seq or (None, None)
-    assert head == ReadyHead(
-        layer, name, raw, done_ids, member, ratio, generation, seq, done_tokens if extension else (), True
-    )
+    tokens = done_tokens if extension else ()
+    assert head == ReadyHead(layer, name, raw, done_ids, member, ratio, generation, seq, tokens)
     decoded = decode_read_requests(raw)
     assert [
         (r.request_id, r.main_blocks.tolist(), r.indexer_blocks.tolist(), r.main_start, r.indexer_start, r.token)

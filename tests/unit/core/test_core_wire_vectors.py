@@ -181,7 +181,6 @@ READY_DEFAULTS: dict[str, object] = {
     "generation": None,
     "seq": None,
     "done_tokens": (),
-    "has_tp_fields": True,
 }
 
 
@@ -225,7 +224,7 @@ def test_ready_message(name: str) -> None:
 def test_ready_message_of_five_positions() -> None:
     head = decode_from_prefill(payload("read_ready_batch_legacy_5"))
     assert isinstance(head, ReadyHead)
-    assert head == ready_head(head.requests_raw, {"layer_idx": 0, "layer_name": LAYER(0), "has_tp_fields": False})
+    assert head == ready_head(head.requests_raw, {"layer_idx": 0, "layer_name": LAYER(0)})
     (only,) = decode_read_requests(head.requests_raw)
     assert same_request(only, request("chatcmpl-77", [1, 2, 3], [1, 2, 3], (0, 0)))
 
