@@ -134,7 +134,8 @@ class PrefillScheduler:
         for request in scheduled:
             main, indexer = self._groups.ids(self._tables.update(request))
             computed = request.num_computed_tokens + request.num_scheduled_tokens
-            written = slice(request.num_computed_tokens // block_size, -(-computed // block_size))
+            # To the end: behind the tokens of this step lie those that a draft model looks ahead to.
+            written = slice(request.num_computed_tokens // block_size, None)
             main_writes.update(main[written])
             indexer_writes.update(indexer[written])
             entry = self._requests.get(request.request_id)

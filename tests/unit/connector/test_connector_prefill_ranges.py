@@ -163,11 +163,22 @@ def test_resumed_from_its_own_prefix_cache() -> None:
 def test_writes_are_the_blocks_of_the_tokens_computed_now() -> None:
     half = prefill_half()
     main, indexer = blocks(7)
-    step = half.step([scheduled("a", 40, 30, (main, indexer), fresh=True)], [])
+    step = half.step([scheduled("a", 40, 30, (main[:5], indexer[:5]), fresh=True)], [])
     assert step.writes.main == set(main[2:5])
     assert step.writes.indexer == set(indexer[2:5])
     step = half.step([scheduled("a", 70, 1)], [])
     assert step.writes.main == {main[4]}
+
+
+def test_blocks_behind_the_tokens_computed_now_are_written_too() -> None:
+    """vLLM allocates them for tokens that a draft model looks ahead to: it writes their rows, or zeroes the blocks."""
+    half = prefill_half()
+    main, indexer = blocks(5)
+    step = half.step([scheduled("a", 0, 64, (main, indexer), fresh=True)], [])
+    assert step.writes.main == set(main)
+    assert step.writes.indexer == set(indexer)
+    step = half.step([scheduled("a", 64, 1, ([900], [1900]))], [])
+    assert step.writes.main == {main[4], 900}
 
 
 @pytest.mark.parametrize(
@@ -175,12 +186,11 @@ def test_writes_are_the_blocks_of_the_tokens_computed_now() -> None:
 )
 def test_what_a_connector_beside_ours_loads_is_overwritten_too(first: int, tokens: int, loaded: slice) -> None:
     half = prefill_half()
-    main, indexer = blocks(7)
+    main, indexer = blocks(-(-(first + tokens + 3) // BLOCK))
     half.loads((main, indexer), first, tokens)
     step = half.step([scheduled("a", first + tokens, 3, (main, indexer), fresh=True)], [])
-    computed = set(main[(first + tokens) // BLOCK : -(-(first + tokens + 3) // BLOCK)])
-    assert step.writes.main == {*main[loaded], *computed}
-    assert step.writes.indexer >= set(indexer[loaded])
+    assert step.writes.main == {*main[loaded], main[-1]}
+    assert step.writes.indexer == {*indexer[loaded], indexer[-1]}
     # Once, in the step in which the load begins; an asynchronous one begins with no request scheduled.
     assert half.step([], []).writes.main == set()
     half.loads((main, indexer), first, tokens)
