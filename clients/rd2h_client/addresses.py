@@ -7,6 +7,11 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+DEFAULT_TARGET = "grpc://127.0.0.1:7700"
+"""Where tools look for a meta service that nobody has named."""
+TARGET_VARIABLE = "RD2H_META_SERVICE"
+"""Environment variable that names the meta service, to tools, proxy and engines alike."""
+
 MAX_HOST_CHARACTERS = 253
 MAX_PORT = 65_535
 

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import grpc
 
-from rd2h_client.addresses import AddressError
+from rd2h_client.addresses import DEFAULT_TARGET, TARGET_VARIABLE, AddressError
 from rd2h_client.channels import OptionsError
 from rd2h_client.errors import MetaError
 from rd2h_client.options import ClientOptions, TlsOptions
 from rd2h_client.status_view import as_data, as_text
 from rd2h_client.sync_client import SyncMetaClient
-
-DEFAULT_TARGET = "grpc://127.0.0.1:7700"
-TARGET_VARIABLE = "RD2H_META_SERVICE"  # the same as for engines and proxy
 
 _EXIT_UNREACHABLE = 1
 _EXIT_USAGE = 2

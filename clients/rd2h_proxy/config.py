@@ -7,13 +7,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rd2h_client.addresses import AddressError, check_advertised_host, join_host_port, parse_target
+from rd2h_client.addresses import (
+    DEFAULT_TARGET,
+    TARGET_VARIABLE,
+    AddressError,
+    check_advertised_host,
+    join_host_port,
+    parse_target,
+)
 
 from rd2h_proxy.errors import ConfigError
 from rd2h_proxy.limits import AttemptLimits, RecomputeMode, ServingLimits
 
-DEFAULT_META_SERVICE = "grpc://127.0.0.1:7700"
-ENV_META_SERVICE = "RD2H_META_SERVICE"
 ENV_META_TOKEN = "RD2H_META_TOKEN"
 
 
@@ -85,9 +90,9 @@ def _add_meta_arguments(parser: argparse.ArgumentParser) -> None:
     meta = parser.add_argument_group("meta service")
     meta.add_argument(
         "--meta-service",
-        default=os.environ.get(ENV_META_SERVICE, DEFAULT_META_SERVICE),
+        default=os.environ.get(TARGET_VARIABLE, DEFAULT_TARGET),
         metavar="grpc://HOST:PORT",
-        help=f"rendezvous service beside Decode; grpcs is TLS (default ${ENV_META_SERVICE} or {DEFAULT_META_SERVICE})",
+        help=f"rendezvous service beside Decode; grpcs is TLS (default ${TARGET_VARIABLE} or {DEFAULT_TARGET})",
     )
     meta.add_argument(
         "--meta-service-for-decode", metavar="grpc://HOST:PORT", help="its address as Decode knows it, if different"

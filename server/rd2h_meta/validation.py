@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rd2h_client.addresses import AddressError, check_advertised_host, split_host_port
+from rd2h_client.addresses import MAX_PORT, AddressError, check_advertised_host, split_host_port
 from rd2h_client.v1.engine_registry_pb2 import (
     ENGINE_ROLE_DECODE,
     ENGINE_ROLE_PREFILL,
@@ -35,7 +35,6 @@ MAX_TENSORS_PER_LAYER = 16
 MAX_PARALLEL_SIZE = 4_096
 MAX_CHILD_INDEX = 1_000_000
 TOKEN_BYTES = 16
-MAX_PORT = 65_535
 MAX_ENGINE_BYTES = 1024 * 1024
 """All known fields at their longest make 0.7 MiB; fields of another version are kept and sent on, within this bound."""
 MAX_CHILD_BYTES = 1_536
