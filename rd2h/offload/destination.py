@@ -3,6 +3,7 @@
 Reads only the attributes that vllm-ascend's manager has too, so either manager serves: ours, or theirs.
 """
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -72,6 +73,7 @@ def offload_layout(manager: PoolOwner, kv_caches: Mapping[str, Any], num_blocks:
     Registered main caches are ignored: what they hold is the manager's business. Raises LayoutError.
     """
     described = {name: _main(manager, name, num_blocks) for name in manager.offload_layer_names}
+    _check_apart(described)
     for name, cache in kv_caches.items():
         if is_indexer_name(name):
             tensors = cache if isinstance(cache, tuple | list) else (cache,)
@@ -93,6 +95,17 @@ def _main(manager: PoolOwner, name: str, num_blocks: int) -> list[TensorLayout]:
     if min(*lengths, *bases) < 1:
         raise LayoutError(f"{name!r}: pool addresses {bases} with blocks of {lengths} bytes; all must be positive")
     return [TensorLayout(base, length, num_blocks) for base, length in zip(bases, lengths, strict=True)]
+
+
+def _check_apart(mains: Mapping[str, Sequence[TensorLayout]]) -> None:
+    parts = sorted((tensor.base_addr, tensor.end_addr, name) for name, tensors in mains.items() for tensor in tensors)
+    for (_, end, name), (begin, _, other) in itertools.pairwise(parts):
+        if end > begin:
+            blocks = mains[name][0].num_blocks
+            raise LayoutError(
+                f"the pool's part of {name!r} of {blocks} blocks overlaps that of {other!r}: the sparse offload "
+                "manager was made for fewer blocks than the engine has"
+            )
 
 
 def _block_lengths(lengths: Sequence[Any], layer: int, layers: int) -> tuple[int, int]:

@@ -79,6 +79,18 @@ def test_a_main_cache_that_is_not_offloaded_is_refused():
         offload_layout(ForeignManager(), {"model.layers.7.attn": torch.zeros(BLOCKS, 4)}, BLOCKS, 8)
 
 
+@pytest.mark.parametrize("manager", ["ours", "foreign"])
+def test_a_pool_for_fewer_blocks_than_the_engine_has_is_refused(manager, request):
+    """Pulls into the last blocks of a layer would land in the rows of another one."""
+    if manager == "ours":
+        owner, blocks = request.getfixturevalue("ours"), 1 << 20
+    else:
+        owner, blocks = ForeignManager(), 0x800_0000 // 1024 + 1
+        offload_layout(owner, {}, blocks - 1, 3)
+    with pytest.raises(LayoutError, match=rf"attn' of {blocks} blocks overlaps .* made for fewer blocks"):
+        offload_layout(owner, {}, blocks, 3)
+
+
 def test_finds_ours(ours):
     assert find_manager() is ours
 
