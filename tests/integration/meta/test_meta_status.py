@@ -29,7 +29,7 @@ async def busy_service(make_service):  # type: ignore[no-untyped-def]
     load = er.Load(running_requests=3, waiting_requests=1, free_kv_tokens=25, total_kv_tokens=100)
     broken = er.DataPathHealth(ok=False, reason="reader thread died")
     async with MetaClient(service.target) as client:
-        await client.register(engine("decode-0", host="fd00::7"), lambda: EngineStatus(health=broken))
+        ill = await client.register(engine("decode-0", host="fd00::7"), lambda: EngineStatus(health=broken))
         registration = await client.register(engine("decode-1"), lambda: EngineStatus(load=load))
         registration.renew()
         await client.advertise("r", child("a"))
@@ -37,7 +37,7 @@ async def busy_service(make_service):  # type: ignore[no-untyped-def]
         async with asyncio.timeout(10.0):
             while not (await client.list_engines())[1].HasField("load"):
                 await asyncio.sleep(0.05)
-            client._service_seen(False)
+            ill.renew()
             while not (await client.list_engines())[0].HasField("health"):
                 await asyncio.sleep(0.05)
         yield service
