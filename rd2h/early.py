@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from rd2h.composition.choice import CONNECTOR, check_load_failures, is_ours, members_that_are_ours
+from rd2h.composition.choice import CONNECTOR, check_members, is_ours, members_that_are_ours
 from rd2h.config import ConnectorConfig
 from rd2h.startup import decode_base_port, is_producer
 
@@ -28,7 +28,7 @@ def check_transfer_config(transfer: Any) -> None:
         for member in members_that_are_ours(extra):
             port = member.get("kv_port", DEFAULT_KV_PORT)
             _check(member.get("kv_role"), port, member.get("kv_connector_extra_config") or {})
-        check_load_failures(transfer, offload=False)
+        check_members(transfer, offload=False)
 
 
 def _check(kv_role: object, kv_port: Any, extra: Mapping[str, object]) -> None:

@@ -39,16 +39,23 @@ def members_that_are_ours(extra_config: Mapping[str, Any] | None) -> list[Mappin
     return ours
 
 
-def check_load_failures(transfer: Any, *, offload: bool) -> None:
-    """Check the policy of a composite's ``KVTransferConfig``: it holds for all members, whatever their own entries say.
+def check_members(transfer: Any, *, offload: bool) -> None:
+    """Check what a composite's ``KVTransferConfig`` says for all members, whatever their own entries say: the role, by
+    which vLLM knows that steps still write into blocks that it frees, and the policy of failed loads.
 
     Raises ConfigError.
     """
     extra = transfer.kv_connector_extra_config or {}
     for member in members_that_are_ours(extra):
+        role = member.get("kv_role")
+        producer = startup.is_producer(role)
+        if transfer.kv_role not in (role, "kv_both"):
+            raise ConfigError.bad_value(
+                "kv_role", transfer.kv_role, f"{role!r}, as of the member {CONNECTOR}, or 'kv_both'"
+            )
         startup.check_load_failures(
             getattr(transfer, "kv_load_failure_policy", "fail"),
-            producer=startup.is_producer(member.get("kv_role")),
+            producer=producer,
             siblings=len(extra["connectors"]) > 1,
             offload=offload,
         )

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from rd2h import startup, vllm_compat
-from rd2h.composition.choice import check_load_failures
+from rd2h.composition.choice import check_members
 from rd2h.composition.phases import LayerPhases
 from rd2h.composition.returned import ReturnedParameters
 
@@ -52,7 +52,7 @@ class MultiConnector(multi_connector.MultiConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         offload = startup.offload_enabled(vllm_config.additional_config)
-        check_load_failures(vllm_config.kv_transfer_config, offload=offload)
+        check_members(vllm_config.kv_transfer_config, offload=offload)
         super().__init__(vllm_config, role, kv_cache_config)
         phases = LayerPhases(self._connectors if role is KVConnectorRole.WORKER else ())
         self._before_layer = phases.loaders("wait_for_layer_load")

@@ -327,6 +327,25 @@ def composite(kv_role: str, *members: dict[str, Any], policy: str = "recompute")
     }
 
 
+@pytest.mark.parametrize(("outer", "inner"), [("kv_producer", "kv_consumer"), ("kv_consumer", "kv_producer")])
+def test_composite_and_member_have_one_role(
+    outer: str,
+    inner: str,
+    registry: dict[str, Any],
+    engine_config: Callable[..., Any],
+    cache_config: Callable[..., Any],
+) -> None:
+    """vLLM goes by the composite's: on Decode it then frees blocks that a running step still writes."""
+    expected = f"kv_role='{outer}' is not allowed; expected '{inner}', as of the member SfaRemoteD2HConnector"
+    transfer = composite(inner, OURS, policy="fail")
+    with pytest.raises(ConfigError, match=expected):
+        engine_config({**transfer, "kv_role": outer})
+    config = engine_config({**transfer, "kv_role": "kv_both"})
+    config.kv_transfer_config.kv_role = outer
+    with pytest.raises(ConfigError, match=expected):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
 @pytest.mark.parametrize("members", [(OURS, STORE), (STORE, OURS)])
 def test_prefill_does_not_compute_anew_what_decode_has_read(
     members: tuple[dict[str, Any], ...],
