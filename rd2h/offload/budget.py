@@ -35,11 +35,8 @@ class Budget:
     host_bytes: int
     """Host memory for main KV."""
     num_blocks: int
-
-    @property
-    def total_bytes(self) -> int:
-        """What vLLM's ordinary division by bytes per block must see as available."""
-        return self.device_bytes + self.host_bytes
+    total_bytes: int
+    """What vLLM's ordinary division by bytes per block must see as available."""
 
 
 def plan_budget(
@@ -62,14 +59,13 @@ def plan_budget(
             f"{available_device_bytes} bytes of device memory are available",
             key="topk_buffer_size",
         )
-    block = sum(device_page_bytes)
+    main, block = sum(main_page_bytes), sum(device_page_bytes)
+    num_blocks = device // (block + main if config.keep_device_kv_cache else block)
+    check_dram(config, num_blocks * main)
     if config.keep_device_kv_cache:
-        num_blocks = device // (block + sum(main_page_bytes))
-    else:
-        num_blocks = device // block
-    host = num_blocks * sum(main_page_bytes)
-    check_dram(config, host)
-    return Budget(device, device if config.keep_device_kv_cache else needed_host_bytes(device, ratio), num_blocks)
+        return Budget(device, num_blocks * main, num_blocks, device)
+    host = needed_host_bytes(device, ratio)
+    return Budget(device, host, num_blocks, device + host)
 
 
 def check_dram(config: SparseOffloadConfig, needed_bytes: int) -> None:

@@ -143,7 +143,20 @@ def test_blocks_follow_from_the_indexer_alone():
 def test_the_debugging_option_wins_no_blocks():
     main, device = [128 * 1152] * 8, [128 * 256] * 8
     budget = plan_budget(config(keep_device_kv_cache=True), 10 * GIB, main, device)
-    assert budget == Budget(10 * GIB, 10 * GIB, 10 * GIB // (sum(main) + sum(device)))
+    blocks = 10 * GIB // (sum(main) + sum(device))
+    assert budget == Budget(10 * GIB, blocks * sum(main), blocks, 10 * GIB)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("available", [5_000, 123_457, 10**9 + 7, 10 * GIB])
+@pytest.mark.parametrize(("main", "device"), [([1152], [256]), ([1152] * 61, [132] * 16), ([7, 11], [3])])
+def test_vllms_division_gives_the_blocks_that_fit(keep, available, main, device):
+    """vLLM divides by the bytes of a block wherever they lie."""
+    budget = plan_budget(config(512, keep_device_kv_cache=keep), available, main, device)
+    assert budget.total_bytes // (sum(main) + sum(device)) == budget.num_blocks
+    on_device = sum(device) + keep * sum(main)
+    assert budget.num_blocks * on_device <= available < (budget.num_blocks + 1) * on_device
+    assert budget.host_bytes >= budget.num_blocks * sum(main)
 
 
 def test_too_little_host_memory_names_both_numbers():
