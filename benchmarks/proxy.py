@@ -35,8 +35,7 @@ class Part:
             subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
         )
         stack.callback(self.process.kill)
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline().strip()
+        self.line = self.process.stdout.readline().strip() if self.process.stdout else ""
         if not self.line:
             raise RuntimeError(f"{' '.join(command)} did not start")
 
