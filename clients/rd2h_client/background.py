@@ -280,12 +280,16 @@ class BackgroundMetaClient:
             self._notices.append(notice)
 
     async def _follow_engines(self) -> None:
+        refusal = ""
         while True:
             try:
                 async for batch in self._client.watch_engines():
                     self._engines_changed(batch)
+                    refusal = ""
             except MetaError as error:
-                logger.error("the registry cannot be followed; again in %g s: %s", _WATCH_AGAIN_S, error)
+                # As an error once, not each time it comes again.
+                level, refusal = logging.DEBUG if str(error) == refusal else logging.ERROR, str(error)
+                logger.log(level, "the registry cannot be followed; tried every %g s: %s", _WATCH_AGAIN_S, error)
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     def _engines_changed(self, batch: EngineBatch) -> None:

@@ -50,13 +50,16 @@ class Membership:
         self._learned: dict[str, str] = {}
 
     async def run(self, watcher: EngineWatcher) -> None:
-        """Follows the registry until cancelled."""
+        """Follows the registry until cancelled. A refusal is logged as an error once, not each time it comes again."""
+        refusal = ""
         while True:
             try:
                 async for batch in watcher.watch_engines(ENGINE_ROLE_UNSPECIFIED):
                     self.apply(batch)
+                    refusal = ""
             except META_TROUBLE as error:
-                log.error("the registry cannot be watched: %s", error)
+                level, refusal = logging.DEBUG if str(error) == refusal else logging.ERROR, str(error)
+                log.log(level, "the registry cannot be watched: %s", error)
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     def apply(self, batch: EngineBatch) -> None:

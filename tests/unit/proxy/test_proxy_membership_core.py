@@ -1,6 +1,13 @@
 """Membership without a network."""
 
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
 from rd2h_client.engine_watch import EngineBatch
+from rd2h_client.errors import MetaRefusedError
 from rd2h_client.v1.engine_registry_pb2 import Engine, EngineEvent, EngineRole, EngineState
 from rd2h_proxy.membership import Membership
 from rd2h_proxy.pool import EnginePool
@@ -149,3 +156,33 @@ async def test_an_address_that_was_learned_is_forgotten_with_the_process_that_ha
     membership.apply(added(engine("a", generation=2), snapshot=True))
     membership.learn("a", "h:2")
     assert [target.address for target in pool.targets if "a" in target.engines] == ["h:2"]
+
+
+class RefusingWatcher:
+    """A registry whose watches are refused, and given once in between."""
+
+    def __init__(self) -> None:
+        self.watches = 0
+        self.tried_enough = asyncio.Event()
+
+    async def watch_engines(self, role: EngineRole = EngineRole.ENGINE_ROLE_UNSPECIFIED) -> AsyncIterator[EngineBatch]:
+        self.watches += 1
+        if self.watches == 5:
+            yield added(engine("d0"), snapshot=True)
+        if self.watches == 10:
+            self.tried_enough.set()
+            await asyncio.Event().wait()
+        raise MetaRefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+async def test_a_refusal_of_the_registry_is_an_error_once_and_again_after_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rd2h_proxy.membership._WATCH_AGAIN_S", 0.0)
+    membership, _ = make(True)
+    watcher = RefusingWatcher()
+    running = asyncio.create_task(membership.run(watcher))
+    async with asyncio.timeout(10.0):
+        await watcher.tried_enough.wait()
+    running.cancel()
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
