@@ -42,9 +42,6 @@ class Outbox:
         self.closed = False
         """True when nothing more will be put in."""
 
-    def __len__(self) -> int:
-        return len(self._refusals) + len(self._events)
-
     def put_event(self, event: Event) -> None:
         """Queue an event."""
         if self._take_room():

@@ -121,7 +121,7 @@ async def test_nothing_piles_up_for_a_peer_that_does_not_read() -> None:
     for number in range(50):
         outbox.put_event(event(number))
         outbox.put_refusal(OperationResult(op_id=number + 1, code=3))
-        assert len(outbox) <= 3
+        assert len(outbox._refusals) + len(outbox._events) <= 3
     # The writer may be held up in the middle of a message for as long as the connection lives.
     assert outbox.overflowed
     assert await outbox.take() is None
